@@ -1,0 +1,157 @@
+"""Extended attributes of a volume: stored ones, ours that act, ours that are computed."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+from typing import TYPE_CHECKING
+
+from retainzfs import errors, hints, layout
+from retainzfs.hints import Act
+from retainzfs.namespace import FSError, Inode
+from retainzfs.retention import State
+
+if TYPE_CHECKING:
+    from retainzfs.volume import Volume
+
+log = logging.getLogger(__name__)
+
+XATTR_CREATE = 1
+XATTR_REPLACE = 2
+NAME_MAX = 255
+VALUE_MAX = 64 << 10  # as Linux allows at most
+INODE_COST = 256  # bytes of metadata that a file takes on average; only statfs needs it
+
+
+def get(volume: Volume, inode: Inode, name: bytes) -> bytes:
+    """Return an attribute's value. Raises FSError(ENODATA)."""
+    if hints.is_ours(name):
+        computed = _computed(volume, inode, name.removeprefix(hints.PREFIX.encode()).decode())
+        if computed is not None:
+            return computed
+    value = (inode.xattrs or {}).get(name)
+    if value is None:
+        raise FSError(errno.ENODATA, volume.path(inode.ino))
+    return value
+
+
+def _computed(volume: Volume, inode: Inode, name: str) -> bytes | None:
+    retention = volume.retention
+    record = volume.namespace.generations.get(inode.generation)
+    match name:
+        case "generations":
+            return json.dumps(retention.table(inode.ino)).encode()
+        case "explain":
+            return json.dumps(retention.explain(inode)).encode()
+        case "hint":
+            told = retention.explain(inode)
+            hint = {"a": told["birth_epoch"], "d": told["retire_epoch"], "origin": told["origin"]}
+            return json.dumps(hint).encode()
+        case "zones":
+            zones = sorted({e.run.zone for e in inode.extents if e.run.zone >= 0})
+            return json.dumps(zones).encode()
+        case "extents":
+            return json.dumps(
+                [[e.block, e.count, e.run.zone, e.run.start + e.first] for e in inode.extents]
+            ).encode()
+        case "generation" if record is not None:
+            return str(record.number).encode()
+        case "state" if record is not None:
+            return State(record.state).name.lower().encode()
+        case "stream" if record is not None:
+            return volume.path(record.stream).encode(errors="surrogateescape")
+    return None
+
+
+async def set_(volume: Volume, inode: Inode, name: bytes, value: bytes, flags: int) -> None:
+    """Set an attribute. Raises BadAttribute or NotYet for ours, with a line in the log."""
+    if len(name) > NAME_MAX:
+        raise FSError(errno.ERANGE, volume.path(inode.ino))
+    if len(value) > min(VALUE_MAX, volume.journal.batch_max // 2):
+        raise FSError(errno.E2BIG, volume.path(inode.ino))
+    present = name in (inode.xattrs or {})
+    if flags & XATTR_CREATE and present:
+        raise FSError(errno.EEXIST, volume.path(inode.ino))
+    if flags & XATTR_REPLACE and not present:
+        raise FSError(errno.ENODATA, volume.path(inode.ino))
+    if name.startswith(b"system.posix_acl_"):
+        raise FSError(errno.ENOTSUP, volume.path(inode.ino))
+    if hints.is_ours(name):
+        try:
+            parsed = hints.parse(name, value)
+            if name == b"user.retainz.retire":
+                _check_retire(volume, inode, parsed)
+        except errors.RetainzError as error:
+            log.warning("%s: %s", volume.path(inode.ino), error)
+            raise
+        if isinstance(parsed, Act):
+            await _act(volume, inode, parsed)
+            return
+    _change(volume, inode, layout.XattrRecord(inode.ino, name, value))
+    if hints.is_ours(name):
+        _follow(volume, inode)
+
+
+async def remove(volume: Volume, inode: Inode, name: bytes) -> None:
+    if name not in (inode.xattrs or {}):
+        raise FSError(errno.ENODATA, volume.path(inode.ino))
+    _change(volume, inode, layout.XattrRemovedRecord(inode.ino, name))
+    if hints.is_ours(name):
+        _follow(volume, inode)
+
+
+def _change(volume: Volume, inode: Inode, record: layout.Record) -> None:
+    now = volume.options.wall_ns()
+    described = volume.namespace.describe(inode)._replace(ctime_ns=now)
+    volume.committer.log(described, record)
+
+
+def _check_retire(volume: Volume, inode: Inode, retire: object) -> None:
+    assert isinstance(retire, float), "a retirement is parsed as an epoch"
+    record = volume.namespace.generations.get(inode.generation)
+    stream = volume.retention.streams.get(record.stream if record else inode.ino)
+    policy = volume.retention.policy_of(inode)
+    cadence = policy.cadence_s
+    if cadence is None and stream is not None:
+        cadence = hints.learned_cadence(stream.intervals)
+    hints.check_retire(retire, volume.now_s(), cadence)
+
+
+def _follow(volume: Volume, inode: Inode) -> None:
+    """A policy changed: retirements of what exists follow."""
+    if inode.is_file:
+        generation, records = volume.retention.own(inode)
+        if generation != inode.generation:
+            described = volume.namespace.describe(inode)._replace(generation=generation)
+            records = [*records, described]
+        if records:
+            volume.committer.log(*records)
+            volume.retention.joined(inode)
+    records = volume.retention.refresh(inode.ino)
+    if records:
+        volume.committer.log(*records)
+
+
+async def _act(volume: Volume, inode: Inode, act: Act) -> None:
+    if act is Act.COLLECT:
+        await volume.collect()
+        return
+    assert act is Act.COMPLETE, f"an unknown act {act}"
+    generation = inode.generation
+    if inode.is_dir:
+        match = volume.retention.context(inode.ino).match
+        names = volume.namespace.components(inode.ino)
+        if match is not None and names:
+            generation = volume.retention.known(volume.parent(inode.ino), names[-1])
+    if not generation:
+        raise errors.BadAttribute(
+            "user.retainz.commit",
+            f"{volume.path(inode.ino)} is in no generation",
+            "a generation's file or directory",
+        )
+    members = volume.retention.members.get(generation, set())
+    dirty = [i for ino, i in volume.committer.dirty.items() if ino in members]
+    await volume.committer.commit(dirty)
+    volume.completed(generation)
+    await volume.committer.commit()

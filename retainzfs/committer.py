@@ -1,0 +1,263 @@
+"""Rounds: everything that wants to be durable at one time shares one device flush.
+
+A round is drain → collect → device flush → journal batches → journal flush → replies. What arrives
+during a round joins the next. Records are numbered by the round that carries them, so "durable"
+is one comparison.
+
+Invariants
+- An operation's records stay in one batch, unless they only map bytes; a crash shows it whole or
+  not at all.
+- A record that names extents follows the flush of their bytes.
+- Between draining an inode and collecting it nobody writes to it: the round holds its lock.
+- After the first failure nothing is ever acknowledged again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+import trio
+
+from retainzfs import errors, layout
+from retainzfs.device import Device
+from retainzfs.journal import Journal
+from retainzfs.layout import BatchKind
+from retainzfs.namespace import Inode, Namespace
+from retainzfs.stream import Stream
+
+METADATA_INTERVAL_S = 1.0  # queued records reach the log within this time
+DATA_INTERVAL_S = 5.0  # dirty data reach the device within this time, in every class
+SLICE = 64 << 10  # bytes of snapshot between two rounds; a few milliseconds
+MAPS_A_BATCH = 512  # records of a large file that go out as one piece
+
+
+class Committer:
+    def __init__(
+        self,
+        device: Device,
+        journal: Journal,
+        namespace: Namespace,
+        stream: Stream,
+        clock_s: Callable[[], float],
+        durable: Callable[[], None],
+    ) -> None:
+        self.device = device
+        self.journal = journal
+        self.namespace = namespace
+        self.stream = stream
+        self.clock_s = clock_s
+        self.round = 1  # carries what is queued now
+        self.durable_round = 0
+        self.dirty: dict[int, Inode] = {}
+        self.ordered: set[int] = set()  # renamed: their bytes go out before the name
+        self.failed: errors.RetainzError | None = None
+        self.rounds = 0
+        self._durable = durable
+        self._queue: list[bytes] = []
+        self._waiting: list[tuple[list[Inode], trio.Event]] = []
+        self._wake = trio.Event()
+        self._flushed = 0  # the stream's count of written bytes at the last flush
+        self._snapshot: Iterator[layout.Record] | None = None
+        self._snapshot_size = 0
+        self._snapshot_wanted = False
+        self._busy = trio.Lock()
+
+    # Queueing
+
+    def log(self, *records: layout.Record) -> None:
+        """Apply the records of one operation and queue them for the next round."""
+        for record in records:
+            self.namespace.apply(record)
+            if isinstance(record, layout.InodeRecord | layout.SizeRecord):
+                self.namespace.inodes[record.ino].changed = self.round
+        self._queue.append(layout.encode_all(records))
+
+    def touch(self, inode: Inode) -> None:
+        """The inode has bytes that the journal does not know."""
+        if inode.ino not in self.dirty:
+            self.dirty[inode.ino] = inode
+            inode.since = self.clock_s()
+
+    def clean(self, inode: Inode) -> bool:
+        return inode.ino not in self.dirty and inode.changed <= self.durable_round
+
+    def forget(self, inode: Inode) -> None:
+        self.dirty.pop(inode.ino, None)
+        self.ordered.discard(inode.ino)
+
+    # Committing
+
+    async def commit(self, inodes: Iterable[Inode] = ()) -> None:
+        """Return when everything queued, and the bytes of these inodes, are durable."""
+        if self.failed is not None:
+            raise self.failed
+        done = trio.Event()
+        self._waiting.append((list(inodes), done))
+        self._wake.set()
+        await done.wait()
+        if self.failed is not None:
+            raise self.failed
+
+    async def run(self) -> None:
+        """Serve rounds for ever; cancel to stop."""
+        while self.failed is None:
+            with trio.move_on_after(METADATA_INTERVAL_S):
+                await self._wake.wait()
+            self._wake = trio.Event()
+            try:
+                with trio.CancelScope(shield=True):
+                    await self._turn()
+            except errors.RetainzError as error:
+                self.fail(error)
+
+    async def _turn(self) -> None:
+        async with self._busy:
+            await self._round()
+            if self.journal.due or self._snapshot_wanted or self._snapshot is not None:
+                await self._advance_snapshot()
+
+    def fail(self, error: errors.RetainzError) -> None:
+        """Sticky: nothing is acknowledged from here on."""
+        self.failed = self.failed or error
+        for _, done in self._waiting:
+            done.set()
+        self._waiting = []
+
+    async def _round(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        try:
+            wanted = self._wanted(waiting)
+            if wanted or self._queue:
+                await self._commit(wanted)
+        except errors.RetainzError as error:
+            self.fail(error)
+            raise
+        finally:
+            for _, done in waiting:
+                done.set()
+
+    def _wanted(self, waiting: list[tuple[list[Inode], trio.Event]]) -> list[Inode]:
+        old = self.clock_s() - DATA_INTERVAL_S
+        inodes = {i.ino: i for group, _ in waiting for i in group if i.ino in self.dirty}
+        for ino, inode in self.dirty.items():
+            if inode.since <= old or ino in self.ordered:
+                inodes[ino] = inode
+        self.ordered.clear()
+        return [inodes[ino] for ino in sorted(inodes)]
+
+    async def _commit(self, inodes: list[Inode]) -> None:
+        locks = [self.stream.stage(inode).lock for inode in inodes]
+        held: list[trio.Lock] = []
+        try:
+            for lock in locks:
+                await lock.acquire()
+                held.append(lock)
+            for inode in inodes:
+                self.stream.seal_of(inode)
+            for inode in inodes:
+                await self.stream.drain(inode)
+            operations, self._queue = self._queue, []
+            for inode in inodes:
+                if inode.error is None and inode.ino in self.dirty:
+                    operations += self._collect(inode)
+        finally:
+            for lock in held:
+                lock.release()
+        current = self.round
+        self.round += 1
+        self.rounds += 1
+        if self.stream.written != self._flushed:
+            written = self.stream.written
+            await self.device.flush()
+            self._flushed = written
+        for payload in self._batches(operations):
+            await self.journal.append(BatchKind.LOG, payload, self.clock_s())
+        await self.journal.flush()
+        self.durable_round = current
+        self._durable()
+
+    def _collect(self, inode: Inode) -> list[bytes]:
+        records = list(self.namespace.collect(inode))
+        inode.changed = self.round
+        self.forget(inode)
+        pieces = range(0, len(records), MAPS_A_BATCH)
+        return [layout.encode_all(records[i : i + MAPS_A_BATCH]) for i in pieces]
+
+    def _batches(self, operations: list[bytes]) -> Iterator[bytes]:
+        limit = self.journal.batch_max
+        batch: list[bytes] = []
+        size = 0
+        for operation in operations:
+            assert len(operation) <= limit, "an operation fits into one batch"
+            if size + len(operation) > limit:
+                yield b"".join(batch)
+                batch, size = [], 0
+            batch.append(operation)
+            size += len(operation)
+        if batch:
+            yield b"".join(batch)
+
+    # Snapshots
+
+    async def snapshot(self) -> None:
+        """Write a whole snapshot and return when it is the one that a mount would take."""
+        async with self._busy:
+            self._snapshot_wanted = True
+            while self._snapshot_wanted or self._snapshot is not None:
+                await self._advance_snapshot()
+
+    async def _advance_snapshot(self) -> None:
+        """Write the next slice; the last one makes the snapshot valid."""
+        if self._snapshot is None:
+            await self.journal.append(BatchKind.SNAPSHOT_BEGIN, b"", self.clock_s())
+            self._snapshot = self._state()
+            self._snapshot_size = 0
+            self._snapshot_wanted = False
+        pieces: list[bytes] = []
+        size = 0
+        for record in self._snapshot:
+            piece = layout.encode(record)
+            pieces.append(piece)
+            size += len(piece)
+            if size >= min(SLICE, self.journal.batch_max // 2):
+                break
+        if pieces:
+            await self.journal.append(BatchKind.SNAPSHOT, b"".join(pieces), self.clock_s())
+            self._snapshot_size += size
+            self._wake.set()
+            return
+        self._snapshot = None
+        # What the slices saw and the log does not hold yet must be in the log before the end.
+        await self._round()
+        await self.journal.append(BatchKind.SNAPSHOT_END, b"", self.clock_s())
+        await self.journal.flush()
+        self.journal.snapshot_complete(self._snapshot_size)
+
+    def _state(self) -> Iterator[layout.Record]:
+        """Yield every key as the journal knows it when its turn comes."""
+        namespace = self.namespace
+        yield layout.CountersRecord(
+            namespace.next_ino, namespace.next_generation, namespace.next_order
+        )
+        for ino in sorted(namespace.inodes):
+            inode = namespace.inodes.get(ino)
+            if inode is not None:
+                yield from list(namespace.known(inode))
+        for zone, epoch in sorted(namespace.zone_epochs.items()):
+            yield layout.ZoneRecord(zone, epoch)
+        for generation in sorted(namespace.generations):
+            record = namespace.generations.get(generation)
+            if record is not None:
+                yield record
+
+    async def close(self) -> None:
+        """Commit everything, write a snapshot, and mark the log as cleanly ended."""
+        async with self._busy:
+            for inode in self.dirty.values():
+                inode.since = -DATA_INTERVAL_S
+            await self._round()
+        await self.snapshot()
+        async with self._busy:
+            await self._round()
+            await self.journal.append(BatchKind.CLEAN, b"", self.clock_s())
+            await self.journal.flush()

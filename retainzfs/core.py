@@ -1,0 +1,191 @@
+"""The parts of a volume, how they are put together, and its life from recovery to the last batch."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Self
+
+import trio
+
+from retainzfs import errors, hints, layout, placement, recovery
+from retainzfs.committer import Committer
+from retainzfs.device import Device
+from retainzfs.lanes import Lane, Lanes
+from retainzfs.layout import BLOCK
+from retainzfs.namespace import Inode, Namespace, Run
+from retainzfs.reclaim import Reclaim
+from retainzfs.retention import Retention
+from retainzfs.stream import POOL, Stream
+from retainzfs.zones import ZoneTable
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a volume is mounted. `commit`: close, fsync, or the seconds between commits."""
+
+    commit: hints.Durability = "fsync"
+    policy: str = "retainz"
+    pool: int = POOL  # bytes of staging memory
+    wall_ns: Callable[[], int] = time.time_ns
+    monotonic_s: Callable[[], float] = time.monotonic
+
+
+@dataclass(frozen=True, slots=True)
+class StatFs:
+    block_size: int
+    blocks: int
+    free: int
+    available: int
+    files: int
+    files_free: int
+    name_max: int = layout.NAME_MAX
+
+
+class Accounts:
+    """Keeps the zones' live bytes in step with the extents."""
+
+    def __init__(self, table: ZoneTable, round_of: Callable[[], int]) -> None:
+        self.table = table
+        self.round_of = round_of
+
+    def gain(self, inode: Inode, run: Run, count: int) -> None:
+        if run.zone >= 0 and not run.failed:
+            self.table.add_live(self.table[run.zone], inode.generation, count * BLOCK)
+
+    def lose(self, inode: Inode, run: Run, count: int) -> None:
+        if run.zone >= 0 and not run.failed:
+            zone = self.table[run.zone]
+            self.table.drop_live(zone, inode.generation, count * BLOCK, self.round_of())
+
+    def regroup(self, inode: Inode, generation: int) -> None:
+        for extent in (*inode.extents, *inode.shadow):
+            run = extent.run
+            if run.zone >= 0 and not run.failed:
+                zone = self.table[run.zone]
+                nbytes = extent.count * BLOCK
+                self.table.move_live(zone, inode.generation, generation, nbytes)
+
+
+class Core:
+    """A mounted volume without its operations; made by `mounted`."""
+
+    def __init__(
+        self,
+        device: Device,
+        options: Options,
+        recovered: recovery.Recovered,
+        nursery: trio.Nursery,
+    ) -> None:
+        self.device = device
+        self.options = options
+        self.namespace: Namespace = recovered.namespace
+        self.journal = recovered.journal
+        self.uuid = self.journal.superblock.uuid
+        self.rolled_back = recovered.rolled_back
+        self._nursery = nursery
+        self._clock_base_s = recovered.clock_s - options.monotonic_s()
+        self.retention = Retention(self.namespace, self.now_s)
+        self.retention.restore()
+        self.table = recovery.rebuild_table(device, self.namespace, self.retention)
+        self.lanes = Lanes(
+            device,
+            self.table,
+            placement.policy(options.policy),
+            self.retention.hint_of,
+            self.retention.retire_of,
+            self.now_s,
+            self.retention.unit_s,
+        )
+        self.stream = Stream(
+            device, self.lanes, self.namespace, self.uuid, nursery, pool=options.pool
+        )
+        self.committer = Committer(
+            device, self.journal, self.namespace, self.stream, self.now_s, self._now_durable
+        )
+        self.namespace.ledger = Accounts(self.table, lambda: self.committer.round)
+        self.reclaim = Reclaim(
+            device, self.lanes, self.stream, self.namespace, self.committer, self.now_s
+        )
+        self.logical = 0  # bytes that programs wrote
+        self.failure_event = trio.Event()
+
+    @staticmethod
+    async def format(device: Device, *, uuid: bytes, now_ns: int) -> None:
+        """Write an empty volume to a started device."""
+        await recovery.format_volume(device, uuid, now_ns)
+
+    @classmethod
+    @asynccontextmanager
+    async def mounted(cls, device: Device, options: Options) -> AsyncIterator[Self]:
+        """Recover the volume of a started device; on leaving, commit and end the log cleanly.
+
+        Raises ForeignTarget, NewerFormat or Damaged, and then has changed nothing.
+        """
+        recovered = await recovery.recover(device)
+        async with trio.open_nursery() as nursery:
+            volume = cls(device, options, recovered, nursery)
+            if recovered.rolled_back:
+                log.warning("rolled back %d bytes of unfinished log", recovered.rolled_back)
+            for ino in recovered.orphans:
+                volume.discard(volume.namespace.get(ino))
+            if not recovered.clean:
+                await volume.committer.snapshot()
+            nursery.start_soon(volume._serve)
+            await volume.reclaim.reset_dead()
+            yield volume
+            with trio.CancelScope(shield=True):
+                if volume.failed is None:
+                    await volume.committer.close()
+            nursery.cancel_scope.cancel()
+
+    async def _serve(self) -> None:
+        await self.committer.run()
+        log.error("the filesystem stops: %s", self.failed)
+        self.failure_event.set()
+
+    @property
+    def failed(self) -> errors.RetainzError | None:
+        return self.committer.failed
+
+    def now_s(self) -> float:
+        """Return the mount's timeline: seconds that the volume was mounted so far."""
+        return self._clock_base_s + self.options.monotonic_s()
+
+    def lane(self, inode: Inode) -> Lane:
+        """Return the lane that an inode's next bytes take."""
+        if inode.generation:
+            return self.lanes.lane(inode.generation)
+        kind = self.retention.kind_of(inode)
+        return self.lanes.lane(-int(kind), kind)
+
+    def discard(self, inode: Inode) -> None:
+        """The last name and the last handle are gone."""
+        records = self.retention.left(inode.generation, inode.ino)
+        self.committer.forget(inode)
+        self.committer.log(layout.FreeRecord(inode.ino), *records)
+
+    def _now_durable(self) -> None:
+        if self.table.resettable(self.committer.durable_round):
+            self._nursery.start_soon(self._reset_dead)
+
+    async def _reset_dead(self) -> None:
+        try:
+            await self.reclaim.reset_dead()
+        except errors.RetainzError as error:
+            self.committer.fail(error)
+
+    def _check(self) -> None:
+        if self.committer.failed is not None:
+            raise errors.ReadOnly(self.device.name, self.committer.failed)
+
+    def _grow(self) -> None:
+        """Metadata is about to grow."""
+        self._check()
+        if self.journal.crowded:
+            raise errors.NoSpace("the metadata zones are nearly full; delete files")

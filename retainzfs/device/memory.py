@@ -1,0 +1,84 @@
+"""A zoned device in memory: for tests, replays and `mem:SIZE` targets. Nothing outlives it.
+
+Closing and starting the same object again is a power cycle without loss: open zones are closed.
+"""
+
+from collections.abc import Sequence
+
+from retainzfs._zio import crc32c, crc32c_blocks
+from retainzfs.device.protocol import BLOCK, Geometry, Sums, ZoneReport
+from retainzfs.device.rules import ZoneRules, check_append, first_bad_block
+from retainzfs.errors import ChecksumError
+
+
+class MemoryDevice:
+    """Zones are byte arrays that grow as they are written. No operation yields to other tasks."""
+
+    def __init__(self, geometry: Geometry, name: str = "mem") -> None:
+        self.name = name
+        self.geometry = geometry
+        self.rules = ZoneRules(name, geometry)
+        self._zones: dict[int, bytearray] = {}
+        self._statistics = dict.fromkeys(
+            ("appended_bytes", "read_bytes", "flushes", "resets", "finishes"), 0
+        )
+
+    async def start(self) -> None:
+        self.rules.power_cycle()
+
+    async def aclose(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self.rules.power_cycle()
+
+    def report(self) -> list[ZoneReport]:
+        return self.rules.report()
+
+    async def append(self, zone: int, offset: int, data: memoryview, header: bytes = b"") -> Sums:
+        length = check_append(self.name, zone, data, header)
+        self.rules.begin_append(zone, offset, length)
+        written = self._zones.setdefault(zone, bytearray())
+        # Anything above the pointer is what an earlier, failed append left.
+        del written[offset:]
+        written += data
+        sums = crc32c_blocks(data)
+        trailer = 0
+        if header:
+            block = (header + sums).ljust(BLOCK, b"\0")
+            trailer = crc32c(block)
+            written += block
+        self.rules.end_append(zone)
+        self._statistics["appended_bytes"] += length
+        return Sums(sums, trailer)
+
+    async def read(self, zone: int, offset: int, length: int, sums: bytes = b"") -> memoryview:
+        self.rules.check_read(zone, offset, length)
+        stored = self._zones.get(zone, bytearray())
+        # A finished zone reads as zeros above what was written.
+        data = bytearray(stored[offset : offset + length]).ljust(length, b"\0")
+        if sums and (bad := first_bad_block(crc32c_blocks(data), sums)) >= 0:
+            raise ChecksumError(self.name, zone, offset + bad * BLOCK)
+        self._statistics["read_bytes"] += length
+        return memoryview(data)
+
+    async def flush(self) -> None:
+        self._statistics["flushes"] += 1
+
+    async def reset(self, zones: Sequence[int]) -> None:
+        for zone in self.rules.reset(zones):
+            self._zones.pop(zone, None)
+            self._statistics["resets"] += 1
+
+    async def finish(self, zone: int) -> None:
+        self.rules.finish(zone)
+        self._statistics["finishes"] += 1
+
+    async def open_zone(self, zone: int) -> None:
+        self.rules.open_zone(zone)
+
+    async def close_zone(self, zone: int) -> None:
+        self.rules.close_zone(zone)
+
+    def statistics(self) -> dict[str, int]:
+        return {**self._statistics, "open": self.rules.open, "active": self.rules.active}

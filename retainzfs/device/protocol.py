@@ -1,0 +1,135 @@
+"""What a device is: geometry, zone conditions, and the operations every backend has."""
+
+import enum
+import errno
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from retainzfs.errors import DeviceError
+
+BLOCK = 4096
+HEADER = 32  # bytes of a trailer block that belong to the caller
+TRAILER_BLOCKS = (BLOCK - HEADER) // 4  # a trailer block holds the checksums of so many
+
+
+class Condition(enum.IntEnum):
+    """Zone conditions, numbered as in linux/blkzoned.h (`enum blk_zone_cond`)."""
+
+    NOT_WP = 0
+    EMPTY = 1
+    IMPLICIT_OPEN = 2
+    EXPLICIT_OPEN = 3
+    CLOSED = 4
+    READ_ONLY = 0xD
+    FULL = 0xE
+    OFFLINE = 0xF
+
+
+OPEN = frozenset({Condition.IMPLICIT_OPEN, Condition.EXPLICIT_OPEN})
+ACTIVE = OPEN | {Condition.CLOSED}
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """Sizes in bytes. `zone_size` is the distance of two zones, `zone_capacity` what one can hold.
+
+    At most `max_open` zones are open and `max_active` open or closed; 0 is no limit.
+    """
+
+    zone_size: int
+    zone_capacity: int
+    zone_count: int
+    max_open: int
+    max_active: int
+
+
+class ZoneReport(NamedTuple):
+    """One zone. `write_pointer` and `capacity` in bytes from the zone's start.
+
+    The pointer means nothing where the condition has none (full, read-only, offline): it is the
+    capacity in a full zone.
+    """
+
+    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody needs here
+    condition: Condition
+    write_pointer: int
+    capacity: int
+
+
+class Sums(NamedTuple):
+    """Checksums of an append: 4 bytes little-endian crc32c a block, and that of the trailer."""
+
+    blocks: bytes
+    trailer: int
+
+
+class Device(Protocol):
+    """A zoned device. Appends to one zone are issued one at a time; all else may run together."""
+
+    @property
+    def name(self) -> str:
+        """What the user typed, for messages."""
+
+    @property
+    def geometry(self) -> Geometry: ...
+
+    async def start(self) -> None:
+        """Start the I/O threads. Before any operation below, inside a trio run."""
+
+    async def aclose(self) -> None:
+        """Wait for what is running, stop the threads, let the target go. Does not flush."""
+
+    def close(self) -> None:
+        """`aclose` for a device that was never started or whose trio run has ended."""
+
+    def report(self) -> list[ZoneReport]: ...
+
+    async def append(self, zone: int, offset: int, data: memoryview, header: bytes = b"") -> Sums:
+        """Write `data` (whole blocks, in memory aligned to 4096) at the write pointer `offset`.
+
+        With a `header` (32 bytes) one trailer block follows in the same write: header, crc32c of
+        every block, zeros. The data must not change before the call returns, which it does only
+        after the write, cancelled or not.
+
+        Errors: ZoneRuleError (nothing changed), DeviceError with the host's errno (the pointer
+        stays; report the zone again before using it).
+        """
+
+    async def read(self, zone: int, offset: int, length: int, sums: bytes = b"") -> memoryview:
+        """Read `length` bytes below the write pointer; both numbers are multiples of BLOCK.
+
+        With `sums` (4 bytes a block) every block is verified. Errors: ChecksumError with the
+        offset of the first bad block, ZoneRuleError, DeviceError.
+        """
+
+    async def flush(self) -> None:
+        """What was appended, reset or finished before the call is durable after it.
+
+        One fdatasync; calls that wait at the same time share it. A failure is final: every later
+        append and flush fails too (a failed flush is never retried, fsync(2)).
+        """
+
+    async def reset(self, zones: Sequence[int]) -> None:
+        """Make the zones empty; all or, after a ZoneRuleError, none of them."""
+
+    async def finish(self, zone: int) -> None:
+        """Make the zone full where its write pointer is."""
+
+    async def open_zone(self, zone: int) -> None:
+        """Open explicitly: the device will not close it by itself."""
+
+    async def close_zone(self, zone: int) -> None:
+        """Give up an open resource; the zone stays active, or becomes empty if it has no data."""
+
+    def statistics(self) -> dict[str, int]:
+        """appended_bytes (with trailers), read_bytes, flushes, resets, finishes, open, active."""
+
+
+def device_error(name: str, what: str, error: OSError) -> DeviceError:
+    """DeviceError that carries the host's errno."""
+    code = error.errno or errno.EIO
+    raised = DeviceError(name, what, os.strerror(code))
+    raised.errno = code
+    return raised

@@ -1,0 +1,248 @@
+"""The zone state machine, pure: what the commands do to conditions and write pointers.
+
+Invariants
+- open <= max_open and active <= max_active after every command.
+- A command that breaks a rule raises ZoneRuleError and changes nothing.
+- The write pointer moves when an append has ended, never before, and not when it failed.
+
+Source: NVMe ZNS Command Set Specification 1.1, section 2.1.1 (states, resources, transitions).
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from retainzfs._zio import aligned
+from retainzfs.device.protocol import (
+    ACTIVE,
+    BLOCK,
+    HEADER,
+    OPEN,
+    TRAILER_BLOCKS,
+    Condition,
+    Geometry,
+    ZoneReport,
+)
+from retainzfs.errors import ZoneRuleError
+
+WRITABLE = ACTIVE | {Condition.EMPTY}
+
+
+@dataclass(slots=True)
+class ZoneState:
+    """What a device remembers of a zone over a power cycle. Pointer in bytes."""
+
+    condition: Condition = Condition.EMPTY
+    pointer: int = 0
+    resets: int = 0
+
+
+class ZoneRules:
+    """Zone states under the rules. `changed` collects the zones whose state differs since it was
+    last emptied by its reader."""
+
+    def __init__(
+        self, name: str, geometry: Geometry, states: Sequence[ZoneState] | None = None
+    ) -> None:
+        self.name = name
+        self.geometry = geometry
+        self.states = list(states or (ZoneState() for _ in range(geometry.zone_count)))
+        self.changed: set[int] = set()
+        self._pending: dict[int, int] = {}  # zone -> bytes of the append that runs
+        self._implicit: dict[int, None] = {}  # implicitly open zones, least recently written first
+        self._explicit: set[int] = set()
+        self._closed: set[int] = set()
+        for zone, state in enumerate(self.states):
+            if state.condition in ACTIVE:
+                self._set(zone, Condition.CLOSED if state.pointer else Condition.EMPTY)
+
+    @property
+    def open(self) -> int:
+        return len(self._implicit) + len(self._explicit)
+
+    @property
+    def active(self) -> int:
+        return self.open + len(self._closed)
+
+    def report(self) -> list[ZoneReport]:
+        capacity = self.geometry.zone_capacity
+        return [
+            ZoneReport(zone, state.condition, self._reported_pointer(state), capacity)
+            for zone, state in enumerate(self.states)
+        ]
+
+    def power_cycle(self) -> None:
+        """Open zones become closed, those without data empty."""
+        for zone in (*self._implicit, *self._explicit):
+            self._set(zone, Condition.CLOSED if self.states[zone].pointer else Condition.EMPTY)
+
+    def set_condition(self, zone: int, condition: Condition) -> None:
+        """What only a failing device does: READ_ONLY or OFFLINE."""
+        self._set(zone, condition)
+
+    # An append is two steps, because its I/O lies between them.
+
+    def begin_append(self, zone: int, offset: int, length: int) -> None:
+        """Admit `length` bytes at `offset`; the zone is opened."""
+        state = self._state(zone)
+        if state.condition not in WRITABLE:
+            raise self._error(zone, f"append to a zone that is {label(state.condition)}")
+        self._refuse_pending(zone, "append")
+        if length <= 0 or length % BLOCK:
+            raise self._error(zone, f"append of {length} bytes, not whole blocks")
+        if offset != state.pointer:
+            raise self._error(
+                zone, f"append at byte {offset}, but the write pointer is {state.pointer}"
+            )
+        if offset + length > self.geometry.zone_capacity:
+            raise self._error(
+                zone,
+                f"append of {length} bytes at {offset} passes the capacity"
+                f" of {self.geometry.zone_capacity}",
+            )
+        if state.condition != Condition.EXPLICIT_OPEN:
+            self._acquire(zone)
+            self._set(zone, Condition.IMPLICIT_OPEN)
+        self._pending[zone] = length
+
+    def end_append(self, zone: int) -> None:
+        """The bytes admitted are on the device: move the pointer."""
+        state = self.states[zone]
+        state.pointer += self._pending.pop(zone)
+        self.changed.add(zone)
+        assert state.pointer <= self.geometry.zone_capacity, f"zone {zone} is beyond its capacity"
+        if state.pointer == self.geometry.zone_capacity and state.condition in ACTIVE:
+            self._set(zone, Condition.FULL)
+
+    def fail_append(self, zone: int) -> None:
+        """The bytes admitted did not get there: the pointer stays."""
+        del self._pending[zone]
+        state = self.states[zone]
+        if state.condition == Condition.CLOSED and not state.pointer:
+            self._set(zone, Condition.EMPTY)
+
+    def check_read(self, zone: int, offset: int, length: int) -> None:
+        state = self._state(zone)
+        if state.condition == Condition.OFFLINE:
+            raise self._error(zone, "read from a zone that is offline")
+        if length <= 0 or length % BLOCK or offset < 0 or offset % BLOCK:
+            raise self._error(zone, f"read of {length} bytes at {offset}, not whole blocks")
+        limit = self._reported_pointer(state)
+        if offset + length > limit:
+            raise self._error(
+                zone, f"read of {length} bytes at {offset} passes the write pointer {limit}"
+            )
+
+    def reset(self, zones: Iterable[int]) -> list[int]:
+        """Make the zones empty; returns those that were not."""
+        held = []
+        for zone in dict.fromkeys(zones):
+            condition = self._state(zone).condition
+            if condition in (Condition.READ_ONLY, Condition.OFFLINE, Condition.NOT_WP):
+                raise self._error(zone, f"reset of a zone that is {label(condition)}")
+            self._refuse_pending(zone, "reset")
+            if condition != Condition.EMPTY:
+                held.append(zone)
+        for zone in held:
+            self._set(zone, Condition.EMPTY)
+            self.states[zone].pointer = 0
+            self.states[zone].resets += 1
+        return held
+
+    def finish(self, zone: int) -> None:
+        """Make the zone full; an empty one needs no free resource (its need is momentary)."""
+        condition = self._state(zone).condition
+        if condition not in WRITABLE | {Condition.FULL}:
+            raise self._error(zone, f"finish of a zone that is {label(condition)}")
+        self._refuse_pending(zone, "finish")
+        self._set(zone, Condition.FULL)
+
+    def open_zone(self, zone: int) -> None:
+        condition = self._state(zone).condition
+        if condition not in WRITABLE:
+            raise self._error(zone, f"open of a zone that is {label(condition)}")
+        self._refuse_pending(zone, "open")
+        self._acquire(zone)
+        self._set(zone, Condition.EXPLICIT_OPEN)
+
+    def close_zone(self, zone: int) -> None:
+        state = self._state(zone)
+        if state.condition not in ACTIVE:
+            raise self._error(zone, f"close of a zone that is {label(state.condition)}")
+        self._refuse_pending(zone, "close")
+        self._set(zone, Condition.CLOSED if state.pointer else Condition.EMPTY)
+
+    def _acquire(self, zone: int) -> None:
+        """Have the resources to open `zone`, closing another one if that is the only way."""
+        condition = self.states[zone].condition
+        if condition in OPEN:
+            return
+        max_open, max_active = self.geometry.max_open, self.geometry.max_active
+        if max_active and condition == Condition.EMPTY and self.active >= max_active:
+            raise self._error(zone, f"too many active zones, the limit is {max_active}")
+        if max_open and self.open >= max_open:
+            if not self._implicit:
+                raise self._error(
+                    zone, f"too many zones are open explicitly, the limit is {max_open}"
+                )
+            # Its pointer may be 0 while its first append runs, yet it holds data then.
+            self._set(next(iter(self._implicit)), Condition.CLOSED)
+
+    def _set(self, zone: int, condition: Condition) -> None:
+        state = self.states[zone]
+        if state.condition != condition:
+            self.changed.add(zone)
+        self._implicit.pop(zone, None)
+        self._explicit.discard(zone)
+        self._closed.discard(zone)
+        state.condition = condition
+        if condition == Condition.IMPLICIT_OPEN:
+            self._implicit[zone] = None
+        elif condition == Condition.EXPLICIT_OPEN:
+            self._explicit.add(zone)
+        elif condition == Condition.CLOSED:
+            self._closed.add(zone)
+
+    def _state(self, zone: int) -> ZoneState:
+        if not 0 <= zone < len(self.states):
+            raise self._error(zone, f"no such zone; there are {len(self.states)}")
+        return self.states[zone]
+
+    def _reported_pointer(self, state: ZoneState) -> int:
+        full = state.condition == Condition.FULL
+        return self.geometry.zone_capacity if full else state.pointer
+
+    def _refuse_pending(self, zone: int, command: str) -> None:
+        if zone in self._pending:
+            raise self._error(zone, f"{command} while an append runs")
+
+    def _error(self, zone: int, text: str) -> ZoneRuleError:
+        return ZoneRuleError(self.name, zone, text)
+
+
+def label(condition: Condition) -> str:
+    return condition.name.lower().replace("_", " ")
+
+
+def check_append(name: str, zone: int, data: memoryview, header: bytes) -> int:
+    """Bytes that an append with these arguments takes; ZoneRuleError for arguments no device
+    could use. Alignment in memory is checked everywhere, not only where O_DIRECT needs it."""
+    length = data.nbytes
+    head = len(header)
+    if not aligned(data):
+        raise ZoneRuleError(name, zone, "append from memory that is not aligned to 4096")
+    if head not in (0, HEADER):
+        raise ZoneRuleError(name, zone, f"append with a header of {head} bytes, not {HEADER}")
+    if head and length > TRAILER_BLOCKS * BLOCK:
+        raise ZoneRuleError(
+            name, zone, f"append of {length} bytes; a trailer covers {TRAILER_BLOCKS} blocks"
+        )
+    return length + (BLOCK if head else 0)
+
+
+def first_bad_block(found: bytes, expected: bytes) -> int:
+    """Index of the first block whose checksum (4 bytes each) differs, or -1."""
+    if len(found) != len(expected):
+        raise ValueError(f"{len(expected)} bytes of checksums for {len(found) // 4} blocks")
+    if found == expected:
+        return -1
+    return next(i for i in range(0, len(found), 4) if found[i : i + 4] != expected[i : i + 4]) // 4

@@ -1,0 +1,324 @@
+"""From what the user typed to a device: open a formatted target, or format one."""
+
+import errno
+import fcntl
+import os
+import re
+import secrets
+import stat
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from retainzfs.device import contents
+from retainzfs.device.emulated import EmulatedDevice
+from retainzfs.device.head import (
+    PREALLOCATED,
+    Header,
+    StatePage,
+    base_of,
+    encode_header,
+)
+from retainzfs.device.memory import MemoryDevice
+from retainzfs.device.protocol import BLOCK, Device, Geometry, device_error
+from retainzfs.device.rules import ZoneState
+from retainzfs.errors import (
+    BadGeometry,
+    ForeignTarget,
+    NotYet,
+    TargetBusy,
+    TargetHoldsData,
+    TargetMissing,
+    TargetTooSmall,
+    UsageError,
+)
+
+MEMORY = "mem:"
+
+DEFAULT_ZONE_SIZE = 64 << 20
+MIN_ZONE_SIZE = 256 << 10  # a run of 64 blocks, small enough for tests, too small to be useful
+LARGE_DEVICE = 4 << 30  # from this size on zones have their default size
+DEFAULT_ZONES = 64  # a smaller device has at least so many
+MIN_ZONES = 16  # metadata 4, the emergency zone, and a zone for each kind of data
+DEFAULT_MAX_ACTIVE = 14  # as common NVMe ZNS drives
+DEFAULT_MAX_OPEN = 8
+MIN_ACTIVE = 6  # journal 2, collection 1, and three kinds of data
+MIN_OPEN = 4
+
+BLKDISCARD = 0x1277
+
+
+def open_target(target: str, *, readonly: bool = False) -> Device:
+    """Open a formatted target: an image, a block device, or `mem:SIZE`, which is always new.
+
+    The target is locked against a second use until the device is closed. Call `start` on it
+    before any operation. Errors: TargetMissing, TargetBusy, ForeignTarget, NewerFormat, Damaged.
+    """
+    if target.startswith(MEMORY):
+        return MemoryDevice(plan_geometry(target, _memory_size(target), headless=True), target)
+    fd = _opened(target, readonly=readonly)
+    with _closed_on_error(fd):
+        return EmulatedDevice(target, fd, readonly=readonly)
+
+
+def create_target(
+    target: str,
+    *,
+    size: int | None = None,
+    zone_size: int | None = None,
+    zone_capacity: int | None = None,
+    max_open: int | None = None,
+    max_active: int | None = None,
+    force: bool = False,
+    preallocate: bool = False,
+) -> Device:
+    """Format a target with empty zones and open it. Sizes in bytes; None is the default.
+
+    A missing image is created with exactly `size` bytes, sparse unless `preallocate`. Limits of 0
+    mean no limit. Without `force` a target that is not blank is refused. After an error the
+    target is as it was. Errors: TargetHoldsData, TargetBusy, TargetTooSmall, BadGeometry,
+    TargetMissing, DeviceError.
+    """
+    if target.startswith(MEMORY):
+        geometry = plan_geometry(
+            target,
+            _memory_size(target) if size is None else size,
+            zone_size=zone_size,
+            zone_capacity=zone_capacity,
+            max_open=max_open,
+            max_active=max_active,
+            headless=True,
+        )
+        return MemoryDevice(geometry, target)
+    created = not os.path.lexists(target)
+    if created and size is None:
+        raise TargetMissing(target)
+    fd = _opened(target, readonly=False, create=created)
+    with _closed_on_error(fd, unlink=target if created else None):
+        old_size = os.lseek(fd, 0, os.SEEK_END)
+        new_size = _new_size(target, fd, old_size, size)
+        geometry = plan_geometry(
+            target,
+            new_size,
+            zone_size=zone_size,
+            zone_capacity=zone_capacity,
+            max_open=max_open,
+            max_active=max_active,
+        )
+        if not force and (found := contents.identify(fd, old_size)) is not None:
+            raise TargetHoldsData(target, found)
+        flags = PREALLOCATED if preallocate else 0
+        header = Header(secrets.token_bytes(16), base_of(geometry.zone_count), geometry, flags)
+        try:
+            _format(fd, header, old_size, new_size)
+        except OSError as error:
+            raise device_error(target, "format", error) from error
+        return EmulatedDevice(target, fd)
+
+
+def plan_geometry(
+    name: str,
+    size: int,
+    *,
+    zone_size: int | None = None,
+    zone_capacity: int | None = None,
+    max_open: int | None = None,
+    max_active: int | None = None,
+    headless: bool = False,
+) -> Geometry:
+    """The geometry of a device of `size` bytes; `headless` without room for the emulated head.
+
+    Errors: BadGeometry, TargetTooSmall (with the minimum in bytes).
+    """
+    zone_size = _default_zone_size(size, headless) if zone_size is None else zone_size
+    zone_capacity = zone_size if zone_capacity is None else zone_capacity
+    if max_active is None:
+        max_active = max(DEFAULT_MAX_ACTIVE, max_open or 0)
+    if max_open is None:
+        max_open = min(DEFAULT_MAX_OPEN, max_active or DEFAULT_MAX_OPEN)
+    _check_geometry(name, zone_size, zone_capacity, max_open, max_active)
+    count = _zones_in(size, zone_size, headless)
+    if count < MIN_ZONES:
+        minimum = MIN_ZONES * zone_size + (0 if headless else base_of(MIN_ZONES))
+        raise TargetTooSmall(name, size, minimum)
+    return Geometry(zone_size, zone_capacity, count, max_open, max_active)
+
+
+def _check_geometry(
+    name: str, zone_size: int, zone_capacity: int, max_open: int, max_active: int
+) -> None:
+    for what, value in (("zone size", zone_size), ("zone capacity", zone_capacity)):
+        if value % BLOCK:
+            raise BadGeometry(name, f"{what} of {value} bytes is not a multiple of {BLOCK}")
+        if value < MIN_ZONE_SIZE:
+            raise BadGeometry(name, f"{what} of {value} bytes; the least is {MIN_ZONE_SIZE}")
+    if zone_capacity > zone_size:
+        raise BadGeometry(
+            name, f"zone capacity of {zone_capacity} bytes is above the zone size of {zone_size}"
+        )
+    for what, value, least in (
+        ("open", max_open, MIN_OPEN),
+        ("active", max_active, MIN_ACTIVE),
+    ):
+        if value != 0 and value < least:
+            raise BadGeometry(name, f"{value} {what} zones at most; the least is {least}")
+    if max_active and max_open > max_active:
+        raise BadGeometry(name, f"{max_open} open zones, but only {max_active} active ones")
+
+
+def _zones_in(size: int, zone_size: int, headless: bool) -> int:
+    """Zones that fit behind a head that is large enough for them."""
+    count = size // zone_size
+    while not headless and count > 0 and base_of(count) + count * zone_size > size:
+        count -= 1
+    return count
+
+
+def _default_zone_size(size: int, headless: bool) -> int:
+    zone_size = DEFAULT_ZONE_SIZE
+    if size < LARGE_DEVICE:
+        while zone_size > MIN_ZONE_SIZE and _zones_in(size, zone_size, headless) < DEFAULT_ZONES:
+            zone_size //= 2
+    return zone_size
+
+
+# --- formatting ---------------------------------------------------------------------------------
+
+
+def _new_size(target: str, fd: int, old_size: int, size: int | None) -> int:
+    if size is None:
+        return old_size
+    if size > old_size and stat.S_ISBLK(os.fstat(fd).st_mode):
+        raise BadGeometry(target, f"size of {size} bytes, but the device has {old_size}")
+    return size
+
+
+def _format(fd: int, header: Header, old_size: int, new_size: int) -> None:
+    """Write the head; undo everything on failure."""
+    regular = stat.S_ISREG(os.fstat(fd).st_mode)
+    kept = os.pread(fd, min(header.base, old_size), 0)
+    try:
+        if regular:
+            os.ftruncate(fd, new_size)
+            if header.compatible & PREALLOCATED:
+                os.posix_fallocate(fd, 0, new_size)
+        _write(fd, _head(header), 0)
+        os.fdatasync(fd)
+        if not header.compatible & PREALLOCATED:
+            _discard_zones(fd, header)
+    except BaseException:
+        if regular:
+            os.ftruncate(fd, old_size)
+        _write(fd, kept, 0)
+        os.fdatasync(fd)
+        raise
+
+
+def _head(header: Header) -> bytes:
+    """The whole head: whatever was there is gone, older copies of state pages included."""
+    image = bytearray(header.base)
+    for copy in (0, 1):
+        image[copy * BLOCK : (copy + 1) * BLOCK] = encode_header(header)
+    for index in range(header.pages):
+        page = StatePage(header, index)
+        for zone in page.zones:
+            page.put(zone, ZoneState())
+        image[page.next_offset : page.next_offset + BLOCK] = memoryview(page.seal())
+    return bytes(image)
+
+
+def _discard_zones(fd: int, header: Header) -> None:
+    """Give back what an earlier use of the target left in the zones, where that is possible."""
+    length = header.geometry.zone_count * header.geometry.zone_size
+    try:
+        if stat.S_ISBLK(os.fstat(fd).st_mode):
+            fcntl.ioctl(fd, BLKDISCARD, struct.pack("QQ", header.base, length))
+        else:
+            _punch(fd, header.base, length)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS):
+            raise
+
+
+def _punch(fd: int, offset: int, length: int) -> None:
+    # Shrinking and growing again is a hole punch that Python can do.
+    size = os.fstat(fd).st_size
+    os.ftruncate(fd, offset)
+    os.ftruncate(fd, size)
+
+
+def _write(fd: int, data: bytes, offset: int) -> None:
+    view = memoryview(data)
+    while view:
+        written = os.pwrite(fd, view, offset)
+        view = view[written:]
+        offset += written
+
+
+# --- opening ------------------------------------------------------------------------------------
+
+
+def _opened(target: str, *, readonly: bool, create: bool = False) -> int:
+    """A locked descriptor of a regular file or block device."""
+    try:
+        mode = 0 if create else os.stat(target).st_mode
+    except FileNotFoundError as error:
+        raise TargetMissing(target) from error
+    except OSError as error:
+        raise device_error(target, "stat", error) from error
+    if not create and not (stat.S_ISREG(mode) or stat.S_ISBLK(mode)):
+        raise ForeignTarget(target, "neither a regular file nor a block device")
+    flags = (os.O_RDONLY if readonly else os.O_RDWR) | os.O_CLOEXEC
+    # O_EXCL without O_CREAT claims a block device (open(2)).
+    flags |= os.O_CREAT | os.O_EXCL if create else os.O_EXCL if stat.S_ISBLK(mode) else 0
+    try:
+        fd = os.open(target, flags, 0o600)
+    except OSError as error:
+        if error.errno == errno.EBUSY:
+            raise TargetBusy(target, _user(target)) from error
+        raise device_error(target, "open", error) from error
+    with _closed_on_error(fd):
+        _claim(target, fd, readonly)
+    return fd
+
+
+def _claim(target: str, fd: int, readonly: bool) -> None:
+    if contents.is_zoned(fd):
+        raise NotYet(f"{target}: a host-managed zoned block device")
+    if (user := contents.users(fd, target)) is not None and not readonly:
+        raise TargetBusy(target, user)
+    if stat.S_ISREG(os.fstat(fd).st_mode):
+        try:
+            fcntl.flock(fd, (fcntl.LOCK_SH if readonly else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise TargetBusy(target, "locked by another retainzfs") from error
+
+
+def _user(target: str) -> str:
+    fd = os.open(target, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return contents.users(fd, target) or "opened exclusively by another program"
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def _closed_on_error(fd: int, unlink: str | None = None) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        if unlink is not None:
+            os.unlink(unlink)
+        os.close(fd)
+        raise
+
+
+# --- memory -------------------------------------------------------------------------------------
+
+
+def _memory_size(target: str) -> int:
+    text = target.removeprefix(MEMORY)
+    found = re.fullmatch(r"(\d+)([KMGT]?)(?:i?B)?", text)
+    if found is None:
+        raise UsageError(f"{target}: not a size; write it as mem:256M")
+    return int(found[1]) << 10 * " KMGT".index(found[2] or " ")

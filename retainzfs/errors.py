@@ -1,0 +1,122 @@
+"""Every error that reaches a user: errno for the FUSE side, exit code for the commands, message.
+
+The docstring of a class is its message, a format string over the arguments of the exception. A
+message says what happened, to which path, and what to do.
+"""
+
+import errno
+
+
+class RetainzError(Exception):
+    """{}"""
+
+    errno: int = errno.EIO
+    exit_code: int = 1
+
+    def __str__(self) -> str:
+        return (self.__doc__ or "{}").format(*self.args)
+
+
+class UsageError(RetainzError):
+    """{}"""
+
+    errno = errno.EINVAL
+    exit_code = 2
+
+
+class TargetMissing(RetainzError):
+    """{}: no such target. Give --create --size S to make an image there, or name a device."""
+
+    errno = errno.ENOENT
+
+
+class TargetBusy(RetainzError):
+    """{}: in use ({}). Unmount it first."""
+
+    errno = errno.EBUSY
+
+
+class TargetHoldsData(RetainzError):
+    """{}: already holds {}. Nothing was changed; --force overwrites it."""
+
+    errno = errno.EEXIST
+
+
+class TargetTooSmall(RetainzError):
+    """{}: {} bytes are too small; the minimum with these zones is {} bytes."""
+
+    errno = errno.EINVAL
+
+
+class BadGeometry(RetainzError):
+    """{}: {}"""
+
+    errno = errno.EINVAL
+    exit_code = 2
+
+
+class ForeignTarget(RetainzError):
+    """{}: not a retainzfs target ({}). Format it with 'retainzfs mkfs'."""
+
+    errno = errno.EINVAL
+
+
+class NewerFormat(RetainzError):
+    """{}: written by a newer retainzfs ({}). Upgrade retainzfs to mount it; nothing was changed."""
+
+    errno = errno.EPROTONOSUPPORT
+
+
+class Damaged(RetainzError):
+    """{}: damaged: {}. Nothing was changed; 'retainzfs fsck' shows more."""
+
+    errno = errno.EUCLEAN
+    exit_code = 3
+
+
+class ZoneRuleError(RetainzError):
+    """{}: zone {}: {}"""
+
+    errno = errno.EIO
+
+
+class DeviceError(RetainzError):
+    """{}: {}: {}"""
+
+    errno = errno.EIO
+
+
+class ChecksumError(RetainzError):
+    """{}: zone {}, byte {}: checksum mismatch; the stored bytes are not those that were written"""
+
+    errno = errno.EIO
+
+
+class NoSpace(RetainzError):
+    """no space: {}"""
+
+    errno = errno.ENOSPC
+
+
+class BadAttribute(RetainzError):
+    """{}: {}; accepted: {}"""
+
+    errno = errno.EINVAL
+
+
+class NotYet(RetainzError):
+    """{}: not supported by this version"""
+
+    errno = errno.ENOTSUP
+
+
+class ReadOnly(RetainzError):
+    """{}: the filesystem is read-only: {}. Unmount it and run 'retainzfs fsck'."""
+
+    errno = errno.EROFS
+
+
+class MountError(RetainzError):
+    """{}: {}"""
+
+    errno = errno.EINVAL

@@ -1,0 +1,87 @@
+"""What is known about data before it is written: attributes, generations, retirement (pure).
+
+No I/O happens here. `attributes` reads what users state, `layouts` what names tell, `markers` and
+`completeness` whether a generation is whole, `lifetimes` turns it into a retirement epoch.
+"""
+
+from retainzfs.hints.attributes import (
+    ATTRIBUTES,
+    NUMBER_MAX,
+    PREFIX,
+    Access,
+    Act,
+    Attribute,
+    Durability,
+    FileClass,
+    Policy,
+    Value,
+    check_retire,
+    is_ours,
+    parse,
+    parse_durability,
+    resolve,
+    settable,
+)
+from retainzfs.hints.completeness import (
+    HEAD_BYTES,
+    TAIL_BYTES,
+    Finding,
+    Verdict,
+    examine,
+    head_wanted,
+    structure,
+)
+from retainzfs.hints.layouts import Match, recognise, without_temporary
+from retainzfs.hints.lifetimes import Hint, learned_cadence, retirement
+from retainzfs.hints.markers import (
+    Layout,
+    is_marker,
+    is_tracker,
+    marker,
+    markers_of,
+    tracked,
+    unfinished_marker,
+)
+from retainzfs.hints.units import format_size, parse_duration, parse_size
+
+__all__ = [
+    "ATTRIBUTES",
+    "HEAD_BYTES",
+    "NUMBER_MAX",
+    "PREFIX",
+    "TAIL_BYTES",
+    "Access",
+    "Act",
+    "Attribute",
+    "Durability",
+    "FileClass",
+    "Finding",
+    "Hint",
+    "Layout",
+    "Match",
+    "Policy",
+    "Value",
+    "Verdict",
+    "check_retire",
+    "examine",
+    "format_size",
+    "head_wanted",
+    "is_marker",
+    "is_ours",
+    "is_tracker",
+    "learned_cadence",
+    "marker",
+    "markers_of",
+    "parse",
+    "parse_durability",
+    "parse_duration",
+    "parse_size",
+    "recognise",
+    "resolve",
+    "retirement",
+    "settable",
+    "structure",
+    "tracked",
+    "unfinished_marker",
+    "without_temporary",
+]

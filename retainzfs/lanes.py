@@ -1,0 +1,284 @@
+"""Where the next bytes of a lane go: plans become promises, byte-exact and one at a time.
+
+A lane is a flow of bytes with one retirement: a generation, or a kind of data that has none. Its
+plan comes from the placement policy and is a soft claim; a promise in the zone table is made only
+when a run is about to be appended. Plans are made and zones are changed under one lock, so two
+lanes never count on the same tail.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, NamedTuple
+
+import trio
+
+from retainzfs import errors, placement
+from retainzfs.device import Device
+from retainzfs.layout import BLOCK, INLINE_SUMS_MAX, RUN_BLOCKS_MAX
+from retainzfs.zones import Kind, Zone, ZoneTable
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from retainzfs.stream import OpenRun
+
+
+DATA_KINDS = tuple(k for k in Kind if k not in (Kind.METADATA, Kind.COLLECTION))
+
+
+class Hint(NamedTuple):
+    """What retention knows about a lane's bytes."""
+
+    kind: Kind
+    retire_s: float  # epoch; inf for an anchor
+    size: int  # bytes expected of the whole generation, 0 when unknown
+
+
+class Lane:
+    """`key` is a generation (> 0) or a kind of data without one (-kind)."""
+
+    __slots__ = ("copies", "key", "kind", "open", "placed", "queue", "steps", "working", "zone")
+
+    def __init__(self, key: int, kind: Kind, *, copies: bool = False) -> None:
+        self.key = key
+        self.kind = kind  # of the data; the hint of a generation overrides it
+        self.copies = copies  # collection's, may take the emergency zone
+        self.open: OpenRun | None = None  # shared by the lane's small files
+        self.queue: deque[OpenRun] = deque()
+        self.working = False
+        self.zone: int | None = None  # the zone being filled
+        self.steps: deque[placement.Step] = deque()
+        self.placed = 0  # bytes of the lane that have a zone
+
+
+class Place(NamedTuple):
+    """A promise: `blocks` data blocks at block `start` of the zone."""
+
+    zone: Zone
+    start: int
+    blocks: int
+
+
+def fit(tail_blocks: int, want: int) -> int:
+    """Return how many of `want` data blocks fit, with the trailer block that longer runs have."""
+    if want + (want > INLINE_SUMS_MAX) <= tail_blocks:
+        return want
+    return tail_blocks - 1 if tail_blocks - 1 > INLINE_SUMS_MAX else min(tail_blocks, INLINE_SUMS_MAX)
+
+
+def stored(nbytes: int) -> int:
+    """Return the bytes that so many data bytes take on the device at most, trailers included."""
+    blocks = -(-nbytes // BLOCK)
+    return (blocks + -(-blocks // RUN_BLOCKS_MAX) + 1) * BLOCK
+
+
+class Lanes:
+    """Gives lanes their zones."""
+
+    def __init__(
+        self,
+        device: Device,
+        table: ZoneTable,
+        policy: placement.Policy,
+        hint_of: Callable[[int], Hint],
+        retire_of: Callable[[int], float],
+        now_s: Callable[[], float],
+        unit_s: Callable[[], float],
+    ) -> None:
+        self.device = device
+        self.table = table
+        self.policy = policy
+        self.hint_of = hint_of
+        self.retire_of = retire_of
+        self.now_s = now_s
+        self.unit_s = unit_s
+        self.lanes: dict[int, Lane] = {}
+        self.staged: dict[Kind, int] = dict.fromkeys(Kind, 0)  # bytes staged without a promise
+        self.plans = 0
+        self._planning_ns = 0
+        self._lock = trio.Lock()
+        self._turns: dict[int, trio.Lock] = {}
+        self._changed = trio.Event()
+
+    def lane(self, key: int, kind: Kind = Kind.UNHINTED, *, copies: bool = False) -> Lane:
+        lane = self.lanes.get(key)
+        if lane is None:
+            lane = self.lanes[key] = Lane(key, kind, copies=copies)
+        return lane
+
+    def close(self, key: int) -> None:
+        """The generation is complete: its claims lapse, what it still stages goes on."""
+        lane = self.lanes.get(key)
+        if lane is not None:
+            lane.steps.clear()
+            if lane.open is None and not lane.queue and not lane.working:
+                del self.lanes[key]
+
+    def hint(self, lane: Lane) -> Hint:
+        if lane.key > 0:
+            return self.hint_of(lane.key)
+        return Hint(lane.kind, math.inf, 0)
+
+    def changed(self) -> None:
+        """Zones filled, were finished or reset: who waits for one looks again."""
+        self._changed.set()
+        self._changed = trio.Event()
+
+    def fits(self, kind: Kind, nbytes: int) -> bool:
+        """Whether bytes may be staged: everything staged must have a place without any wait."""
+        table = self.table
+        group = table.group(kind)
+        capacity = table.capacity - table.capacity // RUN_BLOCKS_MAX - BLOCK
+        fresh = table.empty_available
+        if fresh > len(DATA_KINDS) + (sum(self.staged.values()) + nbytes) // capacity:
+            return True
+        for other in {table.group(k) for k in DATA_KINDS}:
+            staged = sum(n for k, n in self.staged.items() if table.group(k) is other)
+            if other is group:
+                staged += nbytes
+            if staged:
+                need = stored(staged) - sum(z.tail for z in table.partial(other))
+                fresh -= max(0, -(-need // capacity))
+        return fresh >= 0
+
+    async def claim(self, lane: Lane, want: int) -> Place:
+        """Promise the lane room for up to `want` data blocks. Raises NoSpace."""
+        async with self._lock:
+            while True:
+                zone = self._current(lane)
+                if zone is not None:
+                    break
+                await self._advance(lane, want * BLOCK)
+            blocks = fit(zone.tail // BLOCK, want)
+            start = (zone.write_pointer + zone.reserved) // BLOCK
+            nbytes = (blocks + (blocks > INLINE_SUMS_MAX)) * BLOCK
+            self.table.reserve(zone, nbytes)
+            lane.placed += nbytes
+            return Place(zone, start, blocks)
+
+    def _current(self, lane: Lane) -> Zone | None:
+        if lane.zone is None:
+            return None
+        zone = self.table[lane.zone]
+        if zone.tail < BLOCK:
+            lane.zone = None
+            return None
+        return zone
+
+    async def _advance(self, lane: Lane, need: int) -> None:
+        """Give the lane its next zone."""
+        hint = self.hint(lane)
+        if not lane.steps:
+            self._plan(lane, hint, need)
+        if not lane.steps:
+            lane.zone = (await self._last_resort(lane, hint)).index
+            return
+        step = lane.steps.popleft()
+        if step.zone is not None:
+            zone = self.table[step.zone]
+            usable = zone.tail >= BLOCK and zone.kind is self.table.group(hint.kind)
+            if usable:
+                lane.zone = zone.index
+            else:
+                lane.steps.clear()
+            return
+        try:
+            lane.zone = (await self._fresh(hint.kind, step.finish)).index
+        except errors.NoSpace:
+            lane.steps.clear()
+            lane.zone = (await self._last_resort(lane, hint)).index
+
+    def _plan(self, lane: Lane, hint: Hint, need: int) -> None:
+        started = time.perf_counter_ns()
+        size = max(stored(need), stored(hint.size) - lane.placed)
+        request = placement.Request(size, hint.retire_s, max(stored(hint.size), size))
+        view = placement.survey(
+            self.table, hint.kind, self.retire_of, self.now_s(), unit=self.unit_s()
+        )
+        if hint.kind is Kind.FINITE and not lane.copies:
+            plan = self.policy.plan(request, view)
+        else:
+            plan = placement.fill(placement.Request(stored(need), hint.retire_s), view)
+        lane.steps = deque(plan.steps)
+        self.plans += 1
+        self._planning_ns += time.perf_counter_ns() - started
+
+    def decision_us(self) -> float | None:
+        """Mean time to plan a generation, microseconds."""
+        return self._planning_ns / self.plans / 1000 if self.plans else None
+
+    async def _fresh(self, kind: Kind, finish: int | None = None) -> Zone:
+        """Open an empty zone; at the limit of active zones, finish one for it."""
+        while True:
+            zone = self.table.acquire(kind)
+            if zone is not None:
+                return zone
+            loser = self.table[finish] if finish is not None else None
+            finish = None
+            if loser is None or not loser.active or loser.sealed:
+                loser = placement.to_finish(
+                    self.table, kind, self.retire_of, self.now_s(), unit=self.unit_s()
+                )
+            if loser is None:
+                await self._changed.wait()
+            else:
+                await self.finish(loser)
+
+    async def finish(self, zone: Zone) -> None:
+        """Finish the zone once what is queued for it is written."""
+        self.table.seal(zone)
+        async with self.turn(zone):
+            while zone.reserved:
+                await self._changed.wait()
+            if not zone.active:
+                return
+            await self.device.finish(zone.index)
+            self.table.finish(zone)
+        self.changed()
+
+    async def _last_resort(self, lane: Lane, hint: Hint) -> Zone:
+        """No plan: any tail, then the emergency zone. Bytes that were accepted are not dropped
+        for the sake of order. Raises NoSpace."""
+        apart = {Kind.FINITE: Kind.ANCHOR, Kind.ANCHOR: Kind.FINITE}.get(hint.kind)
+        kinds = sorted(DATA_KINDS, key=lambda k: (k is not hint.kind, k is apart, k))
+        if not lane.copies:
+            for kind in kinds:
+                for zone in self.table.partial(kind):
+                    if zone.tail >= BLOCK:
+                        return zone
+        for zone in self.table.active(Kind.COLLECTION):
+            if zone.tail >= BLOCK:
+                return zone
+        while True:
+            zone_or_none = self.table.acquire(Kind.COLLECTION)
+            if zone_or_none is not None:
+                return zone_or_none
+            full = self.table.active(Kind.COLLECTION)
+            await self.finish(full[0])
+
+    @asynccontextmanager
+    async def turn(self, zone: Zone) -> AsyncIterator[None]:
+        """One write in flight a zone, in the order of the promises.
+
+        The lock is first come, first served, and nothing is awaited between promise and turn.
+        """
+        lock = self._turns.get(zone.index)
+        if lock is None:
+            lock = self._turns[zone.index] = trio.Lock()
+        async with lock:
+            yield
+
+    async def opened(self, zone: Zone) -> None:
+        """Count the zone as open, closing the longest unused one at the limit."""
+        while not self.table.open(zone):
+            idle = self.table.coldest_open()
+            if idle is None:
+                await self._changed.wait()
+                continue
+            self.table.close(idle)
+            await self.device.close_zone(idle.index)

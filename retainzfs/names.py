@@ -1,0 +1,324 @@
+"""Operations on names: create, link, remove, rename."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Iterator
+
+from retainzfs import hints, layout
+from retainzfs.core import Core
+from retainzfs.hints import FileClass
+from retainzfs.namespace import FSError, Inode
+
+RENAME_NOREPLACE = 1
+RENAME_EXCHANGE = 2
+LINK_MAX = 65000
+
+
+class Names(Core):
+    # Looking
+
+    def inode(self, ino: int) -> Inode:
+        return self.namespace.get(ino)
+
+    def lookup(self, parent: int, name: bytes) -> Inode:
+        if len(name) > layout.NAME_MAX:
+            raise FSError(errno.ENAMETOOLONG, os.fsdecode(name))
+        if name == b".":
+            return self.namespace.get(parent)
+        if name == b"..":
+            return self.namespace.get(self.namespace.get(parent).parent)
+        ino = self.namespace.directory(parent).get(name)
+        if ino is None:
+            raise FSError(errno.ENOENT, os.fsdecode(name))
+        return self.namespace.get(ino)
+
+    def parent(self, ino: int) -> int:
+        return self.namespace.get(ino).parent
+
+    def path(self, ino: int) -> str:
+        return self.namespace.path(ino)
+
+    def entries(self, ino: int) -> list[tuple[bytes, int]]:
+        """Return the names of a directory, completion markers first.
+
+        `rm -r` deletes in this order; a crash in its middle must not leave what looks complete.
+        """
+        names = list(self.namespace.directory(ino).items())
+        names.sort(key=lambda item: not hints.is_marker(item[0]))
+        return names
+
+    # Names
+
+    async def make(
+        self,
+        parent: int,
+        name: bytes,
+        mode: int,
+        uid: int,
+        gid: int,
+        rdev: int = 0,
+        target: bytes = b"",
+    ) -> Inode:
+        """Create a file, directory, symbolic link (with `target`), fifo, socket or device node."""
+        self._grow()
+        directory = self._new_name(parent, name)
+        if len(target) > layout.SYMLINK_MAX:
+            raise FSError(errno.ENAMETOOLONG, os.fsdecode(name))
+        now = self.options.wall_ns()
+        if directory.mode & stat.S_ISGID:
+            gid = directory.gid
+            mode |= stat.S_ISGID if stat.S_ISDIR(mode) else 0
+        ino = self.namespace.next_ino
+        is_dir = stat.S_ISDIR(mode)
+        generation = 0
+        records: list[layout.Record] = []
+        if stat.S_ISREG(mode):
+            generation, records = self.retention.assign(parent, name)
+        records += [
+            layout.InodeRecord(
+                ino, mode, uid, gid, 2 if is_dir else 1, rdev, now, now, now, generation, parent
+            ),
+            layout.LinkRecord(parent, name, ino),
+            self._touched(directory, now, links=int(is_dir)),
+        ]
+        if target:
+            records += [layout.ContentRecord(ino, target), layout.SizeRecord(ino, len(target))]
+        self.committer.log(*records)
+        inode = self.namespace.get(ino)
+        self.retention.joined(inode)
+        return inode
+
+    async def link(self, ino: int, parent: int, name: bytes) -> Inode:
+        self._grow()
+        directory = self._new_name(parent, name)
+        inode = self.namespace.get(ino)
+        if inode.is_dir:
+            raise FSError(errno.EPERM, self.path(ino))
+        if inode.nlink == 0:
+            raise FSError(errno.ENOENT, f"inode {ino}")
+        if inode.nlink >= LINK_MAX:
+            raise FSError(errno.EMLINK, self.path(ino))
+        now = self.options.wall_ns()
+        self.committer.log(
+            self.namespace.describe(inode)._replace(nlink=inode.nlink + 1, ctime_ns=now),
+            layout.LinkRecord(parent, name, ino),
+            self._touched(directory, now),
+        )
+        return inode
+
+    async def unlink(self, parent: int, name: bytes) -> None:
+        self._check()
+        inode = self.namespace.child(parent, name)
+        if inode.is_dir:
+            raise FSError(errno.EISDIR, self.path(inode.ino))
+        now = self.options.wall_ns()
+        self.committer.log(
+            layout.UnlinkRecord(parent, name),
+            self._touched(self.namespace.get(parent), now),
+            *self._unlinked(inode, now),
+        )
+
+    async def rmdir(self, parent: int, name: bytes) -> None:
+        self._check()
+        inode = self.namespace.child(parent, name)
+        if not inode.is_dir:
+            raise FSError(errno.ENOTDIR, self.path(inode.ino))
+        if inode.entries:
+            raise FSError(errno.ENOTEMPTY, self.path(inode.ino))
+        now = self.options.wall_ns()
+        self.committer.log(
+            layout.UnlinkRecord(parent, name),
+            self._touched(self.namespace.get(parent), now, links=-1),
+            *self._unlinked(inode, now),
+        )
+
+    async def rename(
+        self, parent: int, name: bytes, new_parent: int, new_name: bytes, flags: int = 0
+    ) -> None:
+        """Rename atomically. Durable on return inside streams and in class output; elsewhere the
+        bytes of the source reach the log before the name does."""
+        self._check()
+        source = self.namespace.child(parent, name)
+        target_ino = self.namespace.directory(new_parent).get(new_name)
+        target = self.namespace.get(target_ino) if target_ino is not None else None
+        self._check_rename(source, target, new_parent, new_name, flags)
+        if source is target or (parent, name) == (new_parent, new_name):
+            return
+        durable = self.syncs(source) or self._syncs_at(new_parent, new_name)
+        below = self._dirty_below(source)
+        if durable and below:
+            await self.committer.commit(below)
+            # The drain gave others their turn: look again.
+            source = self.namespace.child(parent, name)
+            target_ino = self.namespace.directory(new_parent).get(new_name)
+            target = self.namespace.get(target_ino) if target_ino is not None else None
+            self._check_rename(source, target, new_parent, new_name, flags)
+            below = self._dirty_below(source)
+        self.committer.ordered.update(i.ino for i in below)
+        if flags & RENAME_EXCHANGE:
+            assert target is not None, "an exchange was checked to have both names"
+            self._exchange(source, target, (parent, name), (new_parent, new_name))
+        else:
+            self._move(source, target, (parent, name), (new_parent, new_name))
+        self._regroup(source, (parent, name), (new_parent, new_name))
+        if flags & RENAME_EXCHANGE and target is not None:
+            self._regroup(target, (new_parent, new_name), (parent, name))
+        if durable:
+            await self.committer.commit()
+
+    def _check_rename(
+        self, source: Inode, target: Inode | None, new_parent: int, new_name: bytes, flags: int
+    ) -> None:
+        where = os.fsdecode(new_name)
+        if flags & ~(RENAME_NOREPLACE | RENAME_EXCHANGE):
+            raise FSError(errno.EINVAL, where, f"unknown rename flags {flags:#x}")
+        if len(new_name) > layout.NAME_MAX:
+            raise FSError(errno.ENAMETOOLONG, where)
+        if flags & RENAME_NOREPLACE and target is not None:
+            raise FSError(errno.EEXIST, where)
+        if flags & RENAME_EXCHANGE and target is None:
+            raise FSError(errno.ENOENT, where)
+        if source.is_dir and self.namespace.below(self.namespace.get(new_parent), source.ino):
+            raise FSError(errno.EINVAL, where, "a directory cannot move below itself")
+        if target is None or flags & RENAME_EXCHANGE or source is target:
+            return
+        if source.is_dir and not target.is_dir:
+            raise FSError(errno.ENOTDIR, where)
+        if target.is_dir and not source.is_dir:
+            raise FSError(errno.EISDIR, where)
+        if target.entries:
+            raise FSError(errno.ENOTEMPTY, where)
+
+    def _move(
+        self,
+        source: Inode,
+        target: Inode | None,
+        old: tuple[int, bytes],
+        new: tuple[int, bytes],
+    ) -> None:
+        now = self.options.wall_ns()
+        records: list[layout.Record] = [layout.UnlinkRecord(*old)]
+        records.append(layout.LinkRecord(*new, source.ino))
+        gone = int(target is not None and target.is_dir)
+        moved = int(source.is_dir)
+        old_parent, new_parent = self.namespace.get(old[0]), self.namespace.get(new[0])
+        if old_parent is new_parent:
+            records.append(self._touched(old_parent, now, links=-gone))
+        else:
+            records.append(self._touched(old_parent, now, links=-moved))
+            records.append(self._touched(new_parent, now, links=moved - gone))
+        described = self.namespace.describe(source)
+        records.append(described._replace(parent=new[0], ctime_ns=now))
+        if target is not None:
+            records += self._unlinked(target, now)
+        self.committer.log(*records)
+
+    def _exchange(
+        self, one: Inode, other: Inode, at: tuple[int, bytes], there: tuple[int, bytes]
+    ) -> None:
+        now = self.options.wall_ns()
+        links = int(other.is_dir) - int(one.is_dir)
+        first, second = self.namespace.get(at[0]), self.namespace.get(there[0])
+        records: list[layout.Record] = [
+            layout.LinkRecord(*at, other.ino),
+            layout.LinkRecord(*there, one.ino),
+            self.namespace.describe(one)._replace(parent=there[0], ctime_ns=now),
+            self.namespace.describe(other)._replace(parent=at[0], ctime_ns=now),
+        ]
+        if first is second:
+            records.append(self._touched(first, now))
+        else:
+            records.append(self._touched(first, now, links=links))
+            records.append(self._touched(second, now, links=-links))
+        self.committer.log(*records)
+        self.namespace.version += 1
+
+    # Parts of an operation
+
+    def _new_name(self, parent: int, name: bytes) -> Inode:
+        """Return the directory that is about to get a new name."""
+        if len(name) > layout.NAME_MAX:
+            raise FSError(errno.ENAMETOOLONG, os.fsdecode(name))
+        entries = self.namespace.directory(parent)
+        directory = self.namespace.get(parent)
+        if directory.nlink == 0:
+            raise FSError(errno.ENOENT, os.fsdecode(name), "its directory was removed")
+        if name in entries:
+            raise FSError(errno.EEXIST, os.fsdecode(name))
+        return directory
+
+    def _touched(self, directory: Inode, now_ns: int, links: int = 0) -> layout.InodeRecord:
+        record = self.namespace.describe(directory)
+        return record._replace(mtime_ns=now_ns, ctime_ns=now_ns, nlink=record.nlink + links)
+
+    def _unlinked(self, inode: Inode, now_ns: int) -> list[layout.Record]:
+        """Return the records for a name less; the last one takes the bytes along, unless the
+        inode is open."""
+        left = 0 if inode.is_dir else inode.nlink - 1
+        record = self.namespace.describe(inode)._replace(nlink=left, ctime_ns=now_ns)
+        records: list[layout.Record] = [record]
+        if left == 0 and inode.handles == 0:
+            self.committer.forget(inode)
+            records.append(layout.FreeRecord(inode.ino))
+        if left == 0:
+            records += self.retention.left(inode.generation, inode.ino)
+        return records
+
+    def syncs(self, inode: Inode) -> bool:
+        """Whether close and rename of the inode return only when it is durable."""
+        policy = self.retention.policy_of(inode)
+        rule = self.options.commit if policy.commit is None else policy.commit
+        if rule == "close":
+            return True
+        if rule != "fsync" or policy.file_class in (FileClass.CACHE, FileClass.SCRATCH):
+            return False
+        if policy.file_class is FileClass.OUTPUT or inode.generation:
+            return True
+        return inode.is_dir and self.retention.context(inode.ino).match is not None
+
+    def _syncs_at(self, parent: int, name: bytes) -> bool:
+        context = self.retention.context(parent, name)
+        return context.match is not None and context.policy.file_class is FileClass.CHECKPOINT
+
+    def _dirty_below(self, inode: Inode) -> list[Inode]:
+        dirty = self.committer.dirty
+        if not inode.is_dir:
+            return [inode] if inode.ino in dirty else []
+        return [i for i in dirty.values() if self.namespace.below(i, inode.ino)]
+
+    # Generations follow names
+
+    def _regroup(self, source: Inode, old: tuple[int, bytes], new: tuple[int, bytes]) -> None:
+        """The files of a moved tree belong where their new names say."""
+        was = self.retention.context(*old).match
+        for inode, parent, name in self._files(source, *new):
+            generation, records = self.retention.assign(parent, name, again=False)
+            if generation == inode.generation or self.retention.owns(inode):
+                continue
+            left = self.retention.left(inode.generation, inode.ino)
+            described = self.namespace.describe(inode)._replace(generation=generation)
+            self.committer.log(*records, described, *left)
+            self.retention.joined(inode)
+        now = self.retention.context(*new).match
+        if now is None or now.temporary:
+            return
+        itself = now.depth == len(self.namespace.components(new[0]))
+        arrived = itself and (was is None or was.temporary)
+        if arrived or (source.is_file and self.retention.marked(*new)):
+            self.completed(self.retention.known(*new))
+
+    def _files(self, inode: Inode, parent: int, name: bytes) -> Iterator[tuple[Inode, int, bytes]]:
+        if inode.is_file:
+            yield inode, parent, name
+        for child_name, ino in list((inode.entries or {}).items()):
+            yield from self._files(self.namespace.get(ino), inode.ino, child_name)
+
+    def completed(self, generation: int) -> None:
+        """Evidence says that a generation is complete; the next round makes that durable."""
+        records = self.retention.complete(generation)
+        if records:
+            self.committer.log(*records)
+            self.lanes.close(generation)

@@ -1,0 +1,527 @@
+"""Inodes, directories, extents and attributes in memory; `apply` is the only way to change them.
+
+The same `apply` serves a live call and the replay of the journal, so the two cannot drift apart.
+An extent does not say where its bytes are but points into a run: the bytes that were, or will be,
+appended together. While a run is staged its bytes are in memory, afterwards on the device; a reader
+has one place to ask either way.
+
+Invariants
+- The extents of an inode are sorted, do not overlap, and stay inside the run that they point into.
+- `run.owners` counts, for each inode, the blocks that its extents hold in the run: extents in
+  `inode.extents` and in `inode.shadow`.
+- `shadow` holds what the journal still says about the ranges in `dirty`: the extents that were
+  overwritten in memory and not yet in the log. A crash brings them back, so their bytes stay live.
+- `content` holds the bytes of block 0 when no extent does.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple, Protocol
+
+from retainzfs import layout
+from retainzfs.errors import RetainzError
+from retainzfs.layout import BLOCK
+
+ROOT = 1
+Span = tuple[int, int]  # blocks [start, end) of a file
+
+
+class FSError(RetainzError):
+    """{1}: {2}"""
+
+    def __init__(self, number: int, where: object = "", text: str = "") -> None:
+        super().__init__(number, where, text or os.strerror(number))
+        self.errno = number
+
+
+class Run:
+    """Blocks that are appended to a zone in one piece."""
+
+    __slots__ = ("buffer", "epoch", "failed", "length", "owners", "start", "sums", "zone")
+
+    def __init__(self, zone: int, epoch: int, start: int, length: int, sums: bytes) -> None:
+        self.zone = zone  # -1 until the run has its place
+        self.epoch = epoch
+        self.start = start  # block of the zone
+        self.length = length  # data blocks
+        self.sums = sums
+        self.owners: dict[int, int] = {}
+        self.buffer: memoryview | None = None  # the bytes, until they are on the device
+        self.failed = False  # the device refused the bytes everywhere
+
+    @property
+    def blocks(self) -> int:
+        """Blocks on the device, trailer included."""
+        return self.length + (self.length > layout.INLINE_SUMS_MAX)
+
+    def __repr__(self) -> str:
+        return f"Run(zone={self.zone}, start={self.start}, length={self.length})"
+
+
+class Extent(NamedTuple):
+    """Blocks [block, block + count) of a file are blocks [first, first + count) of `run`."""
+
+    block: int
+    count: int
+    run: Run
+    first: int
+
+    @property
+    def end(self) -> int:
+        return self.block + self.count
+
+    def part(self, start: int, end: int) -> Extent:
+        assert self.block <= start < end <= self.end, "an extent is cut inside its bounds"
+        return Extent(start, end - start, self.run, self.first + start - self.block)
+
+
+class Ledger(Protocol):
+    """Told of every block that begins or ceases to be held; keeps the zones' live bytes."""
+
+    def gain(self, inode: Inode, run: Run, count: int) -> None: ...
+    def lose(self, inode: Inode, run: Run, count: int) -> None: ...
+    def regroup(self, inode: Inode, generation: int) -> None: ...
+
+
+class Inode:
+    __slots__ = (
+        "atime_ns", "changed", "content", "ctime_ns", "dirty", "entries", "error", "extents",
+        "generation", "gid", "handles", "ino", "kind_hint", "logged_size", "lookups", "mode",
+        "mtime_ns", "nlink", "parent", "rdev", "shadow", "since", "size", "stage", "uid", "writes",
+        "xattrs",
+    )  # fmt: skip
+
+    def __init__(self, ino: int) -> None:
+        self.ino = ino
+        self.mode = self.uid = self.gid = self.nlink = self.rdev = self.size = 0
+        self.atime_ns = self.mtime_ns = self.ctime_ns = 0
+        self.generation = 0  # see retention; 0: none
+        self.parent = 0  # a directory's parent; of a file the directory of its newest name
+        self.extents: list[Extent] = []
+        self.content = b""
+        self.xattrs: dict[bytes, bytes] | None = None
+        self.entries: dict[bytes, int] | None = None
+        # From here on: what is not on the medium.
+        self.logged_size = 0  # the size that the journal knows
+        self.dirty: list[Span] = []  # blocks whose extents the journal does not know yet
+        self.shadow: list[Extent] = []
+        self.changed = 0  # sequence of the batch that holds, or will hold, its newest record
+        self.since = 0.0  # when it became dirty
+        self.handles = 0
+        self.lookups = 0
+        self.writes = 0  # counts modifications; a cached copy of another count is stale
+        self.error: RetainzError | None = None  # a write that failed after its caller had gone
+        self.stage: object = None  # the stream's own
+        self.kind_hint = 0
+
+    @property
+    def is_dir(self) -> bool:
+        return stat.S_ISDIR(self.mode)
+
+    @property
+    def is_file(self) -> bool:
+        return stat.S_ISREG(self.mode)
+
+    @property
+    def blocks(self) -> int:
+        return sum(e.count for e in self.extents)
+
+    def find(self, block: int) -> int:
+        """Return the index of the first extent that ends behind `block`."""
+        extents = self.extents
+        if not extents or block >= extents[-1].block:
+            return len(extents) - (bool(extents) and block < extents[-1].end)
+        i = bisect_right(extents, block, key=_block_of)
+        return i - 1 if i and extents[i - 1].end > block else i
+
+    def spans(self, start: int, end: int) -> Iterator[Extent]:
+        """Yield the extents in [start, end), cut at its bounds; holes are left out."""
+        for i in range(self.find(start), len(self.extents)):
+            extent = self.extents[i]
+            if extent.block >= end:
+                return
+            yield extent.part(max(start, extent.block), min(end, extent.end))
+
+
+def _block_of(extent: Extent) -> int:
+    return extent.block
+
+
+def merge(spans: Iterable[Span]) -> list[Span]:
+    """Return the same blocks as sorted spans that neither touch nor overlap."""
+    out: list[Span] = []
+    for start, end in sorted(spans):
+        if out and start <= out[-1][1]:
+            out[-1] = (out[-1][0], max(out[-1][1], end))
+        elif start < end:
+            out.append((start, end))
+    return out
+
+
+def outside(extent: Extent, spans: list[Span]) -> Iterator[Extent]:
+    """Yield the parts of the extent that lie in none of the spans (sorted, disjoint)."""
+    at = extent.block
+    for start, end in spans:
+        if end <= at or start >= extent.end:
+            continue
+        if start > at:
+            yield extent.part(at, start)
+        at = max(at, end)
+    if at < extent.end:
+        yield extent.part(at, extent.end)
+
+
+class Namespace:
+    """All inodes of a volume. `name` is the target, for messages."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.inodes: dict[int, Inode] = {}
+        self.runs: dict[int, dict[tuple[int, int], Run]] = {}  # zone → (epoch, start) → run
+        self.zone_epochs: dict[int, int] = {}
+        self.generations: dict[int, layout.GenerationRecord] = {}
+        self.next_ino = ROOT + 1
+        self.next_generation = 1
+        self.next_order = 1
+        self.version = 0  # of everything that a path or an inherited attribute depends on
+        self.lenient = False  # replaying what a fuzzy snapshot may already have outlived
+        self.ledger: Ledger | None = None
+        self._apply = {
+            layout.InodeRecord: self._set_inode,
+            layout.SizeRecord: self._set_size,
+            layout.ContentRecord: self._set_content,
+            layout.MapRecord: self._map_record,
+            layout.FreeRecord: self._free,
+            layout.LinkRecord: self._link,
+            layout.UnlinkRecord: self._unlink,
+            layout.XattrRecord: self._set_xattr,
+            layout.XattrRemovedRecord: self._remove_xattr,
+            layout.ZoneRecord: self._set_zone,
+            layout.GenerationRecord: self._set_generation,
+            layout.CountersRecord: self._set_counters,
+        }
+
+    def apply(self, record: layout.Record) -> None:
+        """Raises ValueError for a record that contradicts the state, which is damage."""
+        self._apply[type(record)](record)  # type: ignore[operator]
+
+    def get(self, ino: int) -> Inode:
+        inode = self.inodes.get(ino)
+        if inode is None:
+            raise FSError(errno.ENOENT, f"inode {ino}")
+        return inode
+
+    def directory(self, ino: int) -> dict[bytes, int]:
+        inode = self.get(ino)
+        if inode.entries is None:
+            raise FSError(errno.ENOTDIR, self.path(ino))
+        return inode.entries
+
+    def child(self, parent: int, name: bytes) -> Inode:
+        ino = self.directory(parent).get(name)
+        if ino is None:
+            raise FSError(errno.ENOENT, os.path.join(self.path(parent), os.fsdecode(name)))
+        return self.get(ino)
+
+    def components(self, ino: int) -> list[bytes]:
+        """Return the names from the root to the inode; of a file, by one of its names."""
+        names: list[bytes] = []
+        while ino != ROOT:
+            inode = self.get(ino)
+            parent = self.inodes.get(inode.parent)
+            entries = parent.entries if parent is not None else None
+            name = next((n for n, i in (entries or {}).items() if i == ino), None)
+            names.append(name if name is not None else b"(unlinked inode %d)" % ino)
+            ino = inode.parent if entries is not None else ROOT
+        return names[::-1]
+
+    def path(self, ino: int) -> str:
+        return "/" + "/".join(map(os.fsdecode, self.components(ino)))
+
+    def below(self, inode: Inode, ancestor: int) -> bool:
+        while inode.ino != ROOT:
+            if inode.ino == ancestor:
+                return True
+            parent = self.inodes.get(inode.parent)
+            if parent is None:
+                return False
+            inode = parent
+        return ancestor == ROOT
+
+    # Records
+
+    def _known(self, ino: int) -> Inode | None:
+        inode = self.inodes.get(ino)
+        if inode is None and not self.lenient:
+            raise ValueError(f"a record names inode {ino}, which does not exist")
+        return inode
+
+    def _set_inode(self, record: layout.InodeRecord) -> None:
+        inode = self.inodes.get(record.ino)
+        if inode is None:
+            inode = self.inodes[record.ino] = Inode(record.ino)
+            if stat.S_ISDIR(record.mode):
+                inode.entries = {}
+            self.next_ino = max(self.next_ino, record.ino + 1)
+        if inode.generation != record.generation and self.ledger is not None:
+            self.ledger.regroup(inode, record.generation)
+        if inode.is_dir and inode.parent != record.parent:
+            self.version += 1
+        (
+            _, inode.mode, inode.uid, inode.gid, inode.nlink, inode.rdev, inode.atime_ns,
+            inode.mtime_ns, inode.ctime_ns, inode.generation, inode.parent,
+        ) = record  # fmt: skip
+
+    def _set_size(self, record: layout.SizeRecord) -> None:
+        inode = self._known(record.ino)
+        if inode is None:
+            return
+        if record.size < inode.size:
+            self.cut(inode, record.size)
+        inode.size = inode.logged_size = record.size
+
+    def _set_content(self, record: layout.ContentRecord) -> None:
+        inode = self._known(record.ino)
+        if inode is not None:
+            self.drop(inode, 0, 1)
+            inode.content = record.data
+
+    def _map_record(self, record: layout.MapRecord) -> None:
+        inode = self._known(record.ino)
+        if inode is None:
+            return
+        if not record.first + record.count <= record.length <= layout.RUN_BLOCKS_MAX:
+            raise ValueError(f"an extent of inode {record.ino} leaves its run")
+        run = self.run(record.zone, record.epoch, record.start, record.length, record.sums)
+        self.map(inode, Extent(record.block, record.count, run, record.first))
+
+    def _free(self, record: layout.FreeRecord) -> None:
+        inode = self._known(record.ino)
+        if inode is not None:
+            self.drop(inode, 0, _FOREVER)
+            self.drop_shadow(inode)
+            del self.inodes[record.ino]
+
+    def _link(self, record: layout.LinkRecord) -> None:
+        parent = self._known(record.parent)
+        if parent is None:
+            return
+        if parent.entries is None:
+            raise ValueError(f"inode {record.parent} has a name in it and is no directory")
+        parent.entries[record.name] = record.ino
+        child = self.inodes.get(record.ino)
+        if child is not None and child.is_dir:
+            self.version += 1
+
+    def _unlink(self, record: layout.UnlinkRecord) -> None:
+        parent = self._known(record.parent)
+        if parent is None:
+            return
+        if parent.entries is None or (record.name not in parent.entries and not self.lenient):
+            raise ValueError(f"inode {record.parent} has no name {record.name!r} to remove")
+        parent.entries.pop(record.name, None)
+
+    def _set_xattr(self, record: layout.XattrRecord) -> None:
+        inode = self._known(record.ino)
+        if inode is not None:
+            inode.xattrs = inode.xattrs or {}
+            inode.xattrs[record.name] = record.value
+            self.version += 1
+
+    def _remove_xattr(self, record: layout.XattrRemovedRecord) -> None:
+        inode = self._known(record.ino)
+        if inode is not None and inode.xattrs is not None:
+            inode.xattrs.pop(record.name, None)
+            inode.xattrs = inode.xattrs or None
+            self.version += 1
+
+    def _set_zone(self, record: layout.ZoneRecord) -> None:
+        self.zone_epochs[record.zone] = max(record.epoch, self.zone_epochs.get(record.zone, 0))
+
+    def _set_generation(self, record: layout.GenerationRecord) -> None:
+        if record.state < 0:
+            self.generations.pop(record.generation, None)
+        else:
+            self.generations[record.generation] = record
+        self.next_generation = max(self.next_generation, record.generation + 1)
+        self.next_order = max(self.next_order, record.order + 1)
+
+    def _set_counters(self, record: layout.CountersRecord) -> None:
+        self.next_ino = max(self.next_ino, record.next_ino)
+        self.next_generation = max(self.next_generation, record.next_generation)
+        self.next_order = max(self.next_order, record.next_order)
+
+    # Extents
+
+    def run(self, zone: int, epoch: int, start: int, length: int, sums: bytes) -> Run:
+        """Return the run at this place, made on first mention."""
+        here = self.runs.setdefault(zone, {})
+        run = here.get((epoch, start))
+        if run is None:
+            run = here[epoch, start] = Run(zone, epoch, start, length, sums)
+        elif run.length != length or run.sums != sums:
+            raise ValueError(f"two runs at zone {zone}, block {start}")
+        return run
+
+    def map(self, inode: Inode, extent: Extent, *, keep: bool = False) -> None:
+        """Let the extent hold its blocks of the file, in place of what held them.
+
+        With `keep` what the journal knows about these blocks stays live as a shadow.
+        """
+        self.drop(inode, extent.block, extent.end, keep=keep)
+        if extent.block == 0 and not keep:
+            inode.content = b""
+        extents = inode.extents
+        at = inode.find(extent.block)
+        last = extents[at - 1] if at else None
+        if (
+            last is not None
+            and last.run is extent.run
+            and last.end == extent.block
+            and last.first + last.count == extent.first
+        ):
+            extents[at - 1] = last._replace(count=last.count + extent.count)
+        else:
+            extents.insert(at, extent)
+        self._gain(inode, extent.run, extent.count)
+
+    def drop(self, inode: Inode, start: int, end: int, *, keep: bool = False) -> None:
+        """Let nothing hold blocks [start, end) of the file."""
+        extents = inode.extents
+        if not extents or start >= extents[-1].end:
+            return
+        i = j = inode.find(start)
+        remains: list[Extent] = []
+        dropped: list[Extent] = []
+        while j < len(extents) and extents[j].block < end:
+            extent = extents[j]
+            if extent.block < start:
+                remains.append(extent.part(extent.block, start))
+            if extent.end > end:
+                remains.append(extent.part(end, extent.end))
+            dropped.append(extent.part(max(start, extent.block), min(end, extent.end)))
+            j += 1
+        extents[i:j] = remains
+        spans = merge(inode.dirty) if keep and dropped else []
+        for extent in dropped:
+            kept = list(outside(extent, spans)) if keep else []
+            inode.shadow += kept
+            lost = extent.count - sum(e.count for e in kept)
+            if lost:
+                self._lose(inode, extent.run, lost)
+
+    def cut(self, inode: Inode, size: int) -> None:
+        """Drop everything behind `size` bytes, what the journal knows included."""
+        end = -(-size // BLOCK)
+        self.drop(inode, end, _FOREVER)
+        inode.content = inode.content[:size]
+        inode.dirty = [(a, min(b, end)) for a, b in inode.dirty if a < end]
+        for extent in inode.shadow:
+            if extent.end > end:
+                self._lose(inode, extent.run, extent.end - max(end, extent.block))
+        inode.shadow = [
+            e.part(e.block, min(e.end, end)) for e in inode.shadow if e.block < end
+        ]  # fmt: skip
+
+    def drop_shadow(self, inode: Inode) -> None:
+        """The journal is about to forget what `dirty` blocks were."""
+        for extent in inode.shadow:
+            self._lose(inode, extent.run, extent.count)
+        inode.shadow = []
+
+    def _gain(self, inode: Inode, run: Run, count: int) -> None:
+        run.owners[inode.ino] = run.owners.get(inode.ino, 0) + count
+        if self.ledger is not None:
+            self.ledger.gain(inode, run, count)
+
+    def _lose(self, inode: Inode, run: Run, count: int) -> None:
+        left = run.owners[inode.ino] - count
+        assert left >= 0, "an inode gives back no more of a run than it holds"
+        if left:
+            run.owners[inode.ino] = left
+        else:
+            del run.owners[inode.ino]
+        if self.ledger is not None:
+            self.ledger.lose(inode, run, count)
+        if not run.owners and run.zone >= 0:
+            self.runs.get(run.zone, {}).pop((run.epoch, run.start), None)
+
+    # What the journal knows
+
+    def collect(self, inode: Inode) -> Iterator[layout.Record]:
+        """Yield the records that tell the journal all it does not know about the inode's bytes.
+
+        Every run that the inode holds must be on the device, and flushed before the records.
+        """
+        yield self.describe(inode)
+        for start, end in merge(inode.dirty):
+            for extent in inode.spans(start, end):
+                yield map_record(inode.ino, extent)
+            if start == 0:
+                if inode.extents and inode.extents[0].block == 0:
+                    inode.content = b""
+                else:
+                    yield layout.ContentRecord(inode.ino, inode.content)
+        yield layout.SizeRecord(inode.ino, inode.size)
+        inode.dirty = []
+        inode.logged_size = inode.size
+        self.drop_shadow(inode)
+
+    def describe(self, inode: Inode) -> layout.InodeRecord:
+        return layout.InodeRecord(
+            inode.ino, inode.mode, inode.uid, inode.gid, inode.nlink, inode.rdev, inode.atime_ns,
+            inode.mtime_ns, inode.ctime_ns, inode.generation, inode.parent,
+        )  # fmt: skip
+
+    def known(self, inode: Inode) -> Iterator[layout.Record]:
+        """Yield the records that bring the inode back as the journal knows it now."""
+        yield self.describe(inode)
+        if inode.content:
+            yield layout.ContentRecord(inode.ino, inode.content)
+        yield layout.SizeRecord(inode.ino, inode.logged_size)
+        spans = merge(inode.dirty)
+        for extent in inode.extents:
+            for part in outside(extent, spans):
+                yield map_record(inode.ino, part)
+        for extent in inode.shadow:
+            yield map_record(inode.ino, extent)
+        for name, value in (inode.xattrs or {}).items():
+            yield layout.XattrRecord(inode.ino, name, value)
+        for name, ino in (inode.entries or {}).items():
+            yield layout.LinkRecord(inode.ino, name, ino)
+
+    def check(self) -> Iterator[str]:
+        """Yield what contradicts itself, in a volume just replayed."""
+        if ROOT not in self.inodes:
+            yield "there is no root directory"
+        names: dict[int, int] = {}
+        for inode in self.inodes.values():
+            for name, ino in (inode.entries or {}).items():
+                names[ino] = names.get(ino, 0) + 1
+                if ino not in self.inodes:
+                    yield f"{self.path(inode.ino)}: name {name!r} leads to no inode"
+        for inode in self.inodes.values():
+            wanted = 2 + self._subdirectories(inode) if inode.is_dir else names.get(inode.ino, 0)
+            if inode.nlink and inode.nlink != wanted:
+                yield f"inode {inode.ino} counts {inode.nlink} links and has {wanted}"
+
+    def _subdirectories(self, inode: Inode) -> int:
+        children = (self.inodes.get(ino) for ino in (inode.entries or {}).values())
+        return sum(child is not None and child.is_dir for child in children)
+
+
+_FOREVER = 1 << 62  # a block behind every file
+
+
+def map_record(ino: int, extent: Extent) -> layout.MapRecord:
+    run = extent.run
+    assert run.buffer is None, "the journal names no run that is not on the device"
+    return layout.MapRecord(
+        ino, extent.block, extent.count, extent.first, run.zone, run.epoch, run.start, run.length,
+        run.sums,
+    )  # fmt: skip

@@ -1,0 +1,155 @@
+"""What a volume tells about itself: statistics, the zone map, metrics. Only reads."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from retainzfs.hints import FileClass
+from retainzfs.retention import State as Completion
+from retainzfs.zones import Kind, State, Zone
+
+if TYPE_CHECKING:
+    from retainzfs.volume import Volume
+
+
+def statistics(volume: Volume) -> dict[str, Any]:
+    """Return `status --json`. Bytes are integers, times seconds or epochs where named so."""
+    table, stream = volume.table, volume.stream
+    totals = table.totals
+    host = stream.written + volume.journal.appended
+    states = [zone.state for zone in table.zones if zone.kind is not Kind.METADATA]
+    return {
+        "target": volume.device.name,
+        "uuid": volume.uuid.hex(),
+        "policy": volume.options.policy,
+        "epoch": volume.now_s(),
+        "capacity": sum(totals),
+        "used": totals.live + totals.pending,
+        "free": totals.free + totals.tail,
+        "dead": totals.dead,
+        "tail": totals.tail + totals.stranded,
+        "zones": {
+            "capacity": table.capacity,
+            "empty": states.count(State.EMPTY),
+            "open": states.count(State.OPEN),
+            "active": states.count(State.OPEN) + states.count(State.CLOSED),
+            "full": states.count(State.FULL),
+            "reset_total": volume.reclaim.resets,
+        },
+        "write_amplification": host / volume.logical if volume.logical else None,
+        "logical_bytes": volume.logical,
+        "host_bytes": host,
+        "copied_bytes": volume.reclaim.copied,
+        "journal_bytes": volume.journal.appended,
+        "collections": volume.reclaim.collections,
+        "commit_rounds": volume.committer.rounds,
+        "plans": volume.lanes.plans,
+        "decision_us": volume.lanes.decision_us(),
+        "write_errors": stream.write_errors,
+        "checksum_errors": stream.checksum_errors,
+        "rolled_back_bytes": volume.rolled_back,
+        "failed": None if volume.failed is None else str(volume.failed),
+        "classes": _classes(volume),
+        "streams": _streams(volume),
+        "device": volume.device.statistics(),
+    }
+
+
+def _classes(volume: Volume) -> dict[str, dict[str, int]]:
+    out = {c.value: {"files": 0, "bytes": 0} for c in FileClass}
+    for inode in volume.namespace.inodes.values():
+        if inode.is_file:
+            entry = out[volume.retention.class_of(inode).value]
+            entry["files"] += 1
+            entry["bytes"] += inode.size
+    return out
+
+
+def _streams(volume: Volume) -> list[dict[str, Any]]:
+    rows = []
+    for stream in volume.retention.streams.values():
+        if stream.ino not in volume.namespace.inodes or not stream.numbers:
+            continue
+        records = [volume.namespace.generations[g] for g in stream.numbers.values()]
+        complete = [r for r in records if r.state == Completion.COMPLETE]
+        newest = max(complete, key=lambda r: r.order, default=None)
+        rows.append(
+            {
+                "path": volume.path(stream.ino),
+                "generations": len(records),
+                "complete": len(complete),
+                "newest_committed": None if newest is None else newest.number,
+                "newest_published": None,
+                "cadence_s": volume.retention.cadence_of(stream),
+                "size": stream.size,
+            }
+        )
+    return rows
+
+
+def zone_map(volume: Volume) -> list[dict[str, Any]]:
+    """Return `zones --json`, one entry a zone; the journal's zones are of class `metadata`."""
+    return [_zone(volume, zone) for zone in volume.table.zones]
+
+
+def _zone(volume: Volume, zone: Zone) -> dict[str, Any]:
+    retire = [volume.retention.retire_of(g) for g in zone.live]
+    finite = [r for r in retire if math.isfinite(r)]
+    metadata = zone.kind is Kind.METADATA
+    used = 0
+    if metadata and zone.index in volume.journal.chain.values():
+        current = volume.journal.chain.get(volume.journal.position) == zone.index
+        used = volume.journal.write_pointer if current else zone.capacity
+    empty = zone.state is State.EMPTY and not used
+    return {
+        "index": zone.index,
+        "condition": ("full" if used == zone.capacity else "open")
+        if used
+        else zone.state.name.lower(),
+        "class": "metadata" if metadata else None if empty else zone.kind.name.lower(),
+        "write_pointer": used or zone.write_pointer,
+        "capacity": zone.capacity,
+        "live": used or zone.live_bytes,
+        "dead": 0 if metadata else zone.totals().dead,
+        "tail": 0 if metadata else zone.totals().tail + zone.totals().stranded,
+        "retire_min": min(finite, default=None),
+        "retire_max": max(finite, default=None) if len(finite) == len(retire) else None,
+        "resets": zone.epoch,
+    }
+
+
+METRICS = (
+    ("capacity_bytes", "gauge", "Capacity of the data zones", "capacity"),
+    ("used_bytes", "gauge", "Live bytes", "used"),
+    ("free_bytes", "gauge", "Bytes that can be written without reclaiming", "free"),
+    ("dead_bytes", "gauge", "Written bytes that nothing holds", "dead"),
+    ("tail_bytes", "gauge", "Unwritten bytes of zones in use", "tail"),
+    ("logical_bytes_total", "counter", "Bytes that programs wrote", "logical_bytes"),
+    ("host_bytes_total", "counter", "Bytes written to the device", "host_bytes"),
+    ("copied_bytes_total", "counter", "Bytes moved by collection", "copied_bytes"),
+    ("commit_rounds_total", "counter", "Commit rounds", "commit_rounds"),
+    ("write_errors_total", "counter", "Writes that the device refused", "write_errors"),
+    ("checksum_errors_total", "counter", "Reads that failed their checksum", "checksum_errors"),
+)
+
+
+def metrics(volume: Volume) -> str:
+    """Return the statistics as Prometheus text."""
+    told = statistics(volume)
+    lines = []
+    for name, kind, text, key in METRICS:
+        lines += [
+            f"# HELP retainzfs_{name} {text}.",
+            f"# TYPE retainzfs_{name} {kind}",
+            f"retainzfs_{name} {told[key]}",
+        ]
+    lines += ["# HELP retainzfs_zones Zones by state.", "# TYPE retainzfs_zones gauge"]
+    for state in ("empty", "open", "active", "full"):
+        lines.append(f'retainzfs_zones{{state="{state}"}} {told["zones"][state]}')
+    lines += [
+        "# HELP retainzfs_zone_resets_total Zones reset.",
+        "# TYPE retainzfs_zone_resets_total counter",
+        f"retainzfs_zone_resets_total {told['zones']['reset_total']}",
+    ]
+    return "\n".join(lines) + "\n"

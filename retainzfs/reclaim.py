@@ -1,0 +1,165 @@
+"""Getting zones back: reset what is dead, copy only when nothing else gives space.
+
+A zone is reset when nothing in it lives, nothing is promised or being read, and every record that
+freed its bytes is durable. Collection moves the live bytes of the best victim with the writer's own
+machinery (stage, append, commit), so it needs no crash rules of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+
+import trio
+
+from retainzfs import errors, layout
+from retainzfs.committer import Committer
+from retainzfs.device import Device
+from retainzfs.lanes import Lane, Lanes
+from retainzfs.layout import BLOCK
+from retainzfs.namespace import Extent, Inode, Namespace
+from retainzfs.placement import FINISH_HORIZON
+from retainzfs.stream import Stream
+from retainzfs.zones import Kind, State, Zone
+
+log = logging.getLogger(__name__)
+
+SMALL = 8 * BLOCK  # keeps the score of a nearly dead zone finite
+COPIES = -1000  # lane keys of collection, below those of the kinds
+
+
+class Reclaim:
+    def __init__(
+        self,
+        device: Device,
+        lanes: Lanes,
+        stream: Stream,
+        namespace: Namespace,
+        committer: Committer,
+        now_s: Callable[[], float],
+    ) -> None:
+        self.device = device
+        self.lanes = lanes
+        self.table = lanes.table
+        self.stream = stream
+        self.namespace = namespace
+        self.committer = committer
+        self.now_s = now_s
+        self.resets = 0
+        self.collections = 0
+        self.copied = 0  # bytes
+        self._resetting = trio.Lock()
+        self._collecting = trio.Lock()
+
+    async def reset_dead(self) -> int:
+        """Reset every zone that may be; return how many."""
+        async with self._resetting:
+            zones = self.table.resettable(self.committer.durable_round)
+            for zone in zones:
+                self.table.seal(zone)
+            if not zones:
+                return 0
+            await self.device.reset([zone.index for zone in zones])
+            for zone in zones:
+                self.table.reset(zone)
+                self.committer.log(layout.ZoneRecord(zone.index, zone.epoch))
+            self.resets += len(zones)
+        self.lanes.changed()
+        return len(zones)
+
+    async def make_room(self, kind: Kind, nbytes: int) -> None:
+        """Return when `nbytes` may be staged for a kind of zone. Raises NoSpace.
+
+        First what is dead already, then copying; each step must gain something, so this ends.
+        """
+        async with self._collecting:
+            while not self.lanes.fits(kind, nbytes):
+                if self.table.resettable(self.committer.round):
+                    await self.committer.commit()
+                    if await self.reset_dead():
+                        continue
+                if not await self._collect_one():
+                    if self.lanes.fits(kind, nbytes):
+                        return
+                    raise errors.NoSpace(
+                        f"{nbytes} bytes wanted; delete files, or wait for generations to retire"
+                    )
+
+    async def collect(self) -> dict[str, int]:
+        """Reclaim now: reset what is dead, then copy while that frees whole zones."""
+        before = (self.resets, self.copied)
+        async with self._collecting:
+            await self.committer.commit()
+            await self.reset_dead()
+            for _ in range(len(self.table)):
+                victim = self._victim()
+                if victim is None or victim.live_bytes > victim.capacity // 2:
+                    break
+                if not await self._collect_one():
+                    break
+        return {"zones_reset": self.resets - before[0], "copied_bytes": self.copied - before[1]}
+
+    def _victim(self) -> Zone | None:
+        """The zone with the most dead space for the longest time per byte to copy."""
+        now, horizon = self.now_s(), FINISH_HORIZON * self.lanes.unit_s()
+
+        def score(zone: Zone) -> float:
+            retire = max((self.lanes.retire_of(g) for g in zone.live), default=math.inf)
+            span = max(min(retire - now, horizon), self.lanes.unit_s())
+            return (zone.capacity - zone.live_bytes) * span / (zone.live_bytes + SMALL)
+
+        zones = [
+            zone
+            for zone in self.table.zones
+            if zone.kind not in (Kind.METADATA, Kind.COLLECTION)
+            and zone.state in (State.FULL, State.CLOSED, State.OPEN)
+            and not zone.reserved
+            and 0 < zone.live_bytes < zone.write_pointer
+        ]
+        return max(zones, key=lambda z: (score(z), -z.index), default=None)
+
+    async def _collect_one(self) -> bool:
+        """Empty the best victim; False when there is none that gains space."""
+        victim = self._victim()
+        if victim is None:
+            return False
+        gain = victim.capacity - victim.live_bytes
+        if gain < 2 * BLOCK or not self._has_destination(victim):
+            return False
+        self.table.seal(victim)
+        lane = self.lanes.lane(COPIES - victim.kind, victim.kind, copies=True)
+        moved = await self._move_all(victim, lane)
+        self.collections += 1
+        await self.committer.commit(moved)
+        await self.reset_dead()
+        if victim.active and not victim.dead:
+            await self.lanes.finish(victim)
+        return bool(moved)
+
+    def _has_destination(self, victim: Zone) -> bool:
+        room = sum(z.tail for z in self.table.active(Kind.COLLECTION))
+        room += sum(z.tail for z in self.table.partial(victim.kind) if z is not victim)
+        return room >= victim.live_bytes + SMALL or self.table.empty > 0
+
+    async def _move_all(self, victim: Zone, lane: Lane) -> list[Inode]:
+        moved: dict[int, Inode] = {}
+        for run in list(self.namespace.runs.get(victim.index, {}).values()):
+            for ino in list(run.owners):
+                inode = self.namespace.inodes.get(ino)
+                if inode is None or inode.error is not None:
+                    continue
+                async with self.stream.stage(inode).lock:
+                    for extent in [e for e in inode.extents if e.run is run]:
+                        await self._move(inode, extent, lane)
+                    moved[ino] = inode
+        return list(moved.values())
+
+    async def _move(self, inode: Inode, extent: Extent, lane: Lane) -> None:
+        try:
+            if await self.stream.rewrite(inode, extent, lane):
+                self.copied += extent.count * BLOCK
+                self.committer.touch(inode)
+        except errors.RetainzError as error:
+            # Damaged bytes stay where they are: their file answers EIO, the others move on.
+            log.error("collection leaves damaged bytes in place: %s", error)

@@ -1,0 +1,169 @@
+"""From the journal to a volume in memory: replay, check, rebuild the zone table.
+
+Damage of one file never refuses the mount: an extent that points above a zone's write pointer makes
+reads of its bytes fail with EIO. Damage of the log's durable part does.
+"""
+
+from __future__ import annotations
+
+import logging
+import stat
+from collections import Counter
+from dataclasses import dataclass
+
+from retainzfs import errors, journal, layout
+from retainzfs.device import Condition, Device
+from retainzfs.layout import BLOCK, BatchKind
+from retainzfs.namespace import ROOT, Inode, Namespace
+from retainzfs.retention import Retention
+from retainzfs.zones import Kind, State, ZoneTable
+
+log = logging.getLogger(__name__)
+
+STATES = {
+    Condition.NOT_WP: State.OFFLINE,
+    Condition.EMPTY: State.EMPTY,
+    Condition.IMPLICIT_OPEN: State.OPEN,
+    Condition.EXPLICIT_OPEN: State.OPEN,
+    Condition.CLOSED: State.CLOSED,
+    Condition.READ_ONLY: State.READ_ONLY,
+    Condition.FULL: State.FULL,
+    Condition.OFFLINE: State.OFFLINE,
+}
+
+
+@dataclass(slots=True)
+class Recovered:
+    journal: journal.Journal
+    namespace: Namespace
+    clock_s: float
+    clean: bool
+    rolled_back: int  # bytes of the log's torn tail
+    orphans: list[int]  # inodes whose last name was removed while they were open
+
+
+async def format_volume(device: Device, uuid: bytes, now_ns: int) -> None:
+    """Write an empty volume: a root directory, in a first snapshot.
+
+    Raises BadGeometry when the device has too few zones.
+    """
+    geometry = device.geometry
+    reserved = journal.metadata_zones(geometry.zone_count)
+    superblock = layout.Superblock(
+        uuid, geometry.zone_size, geometry.zone_capacity, geometry.zone_count, reserved, 0, 1, 0
+    )
+    used = [z.index for z in device.report() if z.condition is not Condition.EMPTY]
+    if used:
+        await device.reset(used)
+    root = layout.InodeRecord(
+        ROOT, stat.S_IFDIR | 0o755, 0, 0, 2, 0, now_ns, now_ns, now_ns, 0, ROOT
+    )
+    first = journal.Journal(device, superblock)
+    first.snapshot_position = 1
+    payload = layout.encode_all([root, layout.CountersRecord(ROOT + 1, 1, 1)])
+    for kind, body in (
+        (BatchKind.SNAPSHOT_BEGIN, b""),
+        (BatchKind.SNAPSHOT, payload),
+        (BatchKind.SNAPSHOT_END, b""),
+        (BatchKind.CLEAN, b""),
+    ):
+        await first.append(kind, body, 0.0)
+    await first.flush()
+
+
+async def recover(device: Device) -> Recovered:
+    """Replay the newest snapshot and its log. Raises ForeignTarget, NewerFormat, Damaged."""
+    replay, chain, end = await journal.scan(device)
+    namespace = Namespace(device.name)
+    namespace.lenient = True
+    _replay(namespace, replay.snapshot, device.name)
+    fuzzy = [b for b in replay.log if b.header.sequence <= replay.fuzzy_until]
+    _replay(namespace, fuzzy, device.name)
+    namespace.lenient = False
+    _replay(namespace, replay.log[len(fuzzy) :], device.name)
+    for problem in namespace.check():
+        raise errors.Damaged(device.name, problem)
+    log_journal = journal.Journal(device, replay.superblock)
+    log_journal.resume(replay, chain, end)
+    orphans = [i.ino for i in namespace.inodes.values() if i.nlink == 0]
+    return Recovered(
+        log_journal, namespace, replay.clock_s, replay.clean, replay.rolled_back, orphans
+    )
+
+
+def _replay(namespace: Namespace, batches: list[journal.Batch], name: str) -> None:
+    for sequence, record in journal.records(batches, name):
+        try:
+            namespace.apply(record)
+        except ValueError as error:
+            raise errors.Damaged(name, f"batch {sequence}: {error}") from error
+
+
+def rebuild_table(device: Device, namespace: Namespace, retention: Retention) -> ZoneTable:
+    """Build the zone table from the device's report and the extents; both must agree.
+
+    A pointer below an extent is damage of that file. What the device wrote and no extent holds is
+    dead.
+    """
+    geometry = device.geometry
+    reserved = journal.metadata_zones(geometry.zone_count)
+    table = ZoneTable(
+        geometry.zone_capacity,
+        geometry.zone_count,
+        geometry.max_active,
+        geometry.max_open,
+        range(reserved),
+    )
+    live = _live(device, namespace)
+    for report in device.report()[reserved:]:
+        zone = table[report.index]
+        shares = live.get(report.index, {})
+        if report.condition is Condition.EMPTY and not shares:
+            zone.epoch = namespace.zone_epochs.get(report.index, 0)
+            continue
+        kinds = Counter[Kind]()
+        for (generation, fallback), nbytes in shares.items():
+            kinds[_kind(retention, generation, fallback)] += nbytes
+        kind = kinds.most_common(1)[0][0] if kinds else Kind.UNHINTED
+        table.restore(zone, kind, namespace.zone_epochs.get(report.index, 0))
+        table.observe(zone, STATES[report.condition], min(report.write_pointer, report.capacity))
+        for (generation, _), nbytes in shares.items():
+            table.add_live(zone, generation, nbytes)
+    return table
+
+
+def _kind(retention: Retention, generation: int, inode: Inode) -> Kind:
+    return retention.hint_of(generation).kind if generation else retention.kind_of(inode)
+
+
+def _live(device: Device, namespace: Namespace) -> dict[int, dict[tuple[int, Inode], int]]:
+    """Return zone → {(generation, an inode of it) → live bytes}; mark runs that are not there."""
+    reports = device.report()
+    live: dict[int, dict[tuple[int, Inode], int]] = {}
+    sample: dict[int, Inode] = {}
+    for inode in namespace.inodes.values():
+        for extent in inode.extents:
+            run = extent.run
+            if run.failed or not _present(reports, run.zone, (run.start + run.blocks) * BLOCK):
+                if not run.failed:
+                    log.error(
+                        "%s: zone %d ends below bytes that the journal knows; reads of them fail",
+                        namespace.path(inode.ino),
+                        run.zone,
+                    )
+                run.failed = True
+                continue
+            key = inode if not inode.generation else sample.setdefault(inode.generation, inode)
+            shares = live.setdefault(run.zone, {})
+            share = (inode.generation, key)
+            shares[share] = shares.get(share, 0) + extent.count * BLOCK
+    return live
+
+
+def _present(reports: list, zone: int, end: int) -> bool:  # type: ignore[type-arg]
+    if zone >= len(reports):
+        return False
+    report = reports[zone]
+    if report.condition in (Condition.FULL, Condition.READ_ONLY, Condition.OFFLINE):
+        return end <= report.capacity
+    return end <= report.write_pointer

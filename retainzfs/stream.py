@@ -1,0 +1,542 @@
+"""Bytes being written: staged in memory, appended to zones in runs, drained on demand.
+
+A write copies into an open run and returns; the run is sealed when it is full, when one of its
+files is drained, or when its memory is needed. A large file has a run of its own, small files of a
+lane share one, block by block. Blocks in an open run are changed in place; a block in a sealed run
+is never touched again, it is written anew and remapped.
+
+Invariants
+- A staged block is whole: the bytes behind the end of the file are zero.
+- A run's memory is given back only after its bytes are on the device.
+- Everything staged has room on the device: `Lanes.fits` is asked before.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import trio
+
+from retainzfs import errors, layout
+from retainzfs._zio import Slot, crc32c
+from retainzfs.device import Device
+from retainzfs.lanes import Lane, Lanes, Place
+from retainzfs.layout import BLOCK, INLINE_DATA_MAX, INLINE_SUMS_MAX, RUN_BLOCKS_MAX
+from retainzfs.namespace import Extent, FSError, Inode, Namespace, Run
+from retainzfs.zones import Kind
+
+SLOT = RUN_BLOCKS_MAX * BLOCK
+POOL = 64 << 20  # bytes of staging memory
+SHARED_MAX = 256 << 10  # bytes that a file stages in its lane's shared run before it gets its own
+SUMS_CACHED = 1024  # trailers kept for reading, 4 KiB each
+ATTEMPTS = 3  # zones that are tried before a write counts as failed
+
+
+class OpenRun:
+    """A run that still takes blocks."""
+
+    __slots__ = ("kind", "lane", "run", "slot")
+
+    def __init__(self, lane: Lane, kind: Kind, slot: memoryview) -> None:
+        self.lane = lane
+        self.kind = kind  # under which its bytes are counted as staged
+        self.slot = slot
+        self.run = Run(-1, 0, 0, 0, b"")
+        self.run.buffer = slot
+
+    @property
+    def room(self) -> int:
+        return RUN_BLOCKS_MAX - self.run.length
+
+
+class Stage:
+    """What the stream keeps for an inode that is or was being written."""
+
+    __slots__ = ("lock", "open", "shared")
+
+    def __init__(self) -> None:
+        self.lock = trio.Lock()
+        self.open: OpenRun | None = None  # the file's own run
+        self.shared = 0  # bytes staged in shared runs
+
+
+class Stream:
+    def __init__(
+        self,
+        device: Device,
+        lanes: Lanes,
+        namespace: Namespace,
+        uuid: bytes,
+        nursery: trio.Nursery,
+        pool: int = POOL,
+    ) -> None:
+        self.device = device
+        self.lanes = lanes
+        self.namespace = namespace
+        self.uuid = uuid
+        self.nursery = nursery
+        self.slots_left = max(4, pool // SLOT)
+        self._free: list[memoryview] = []
+        self._open: OrderedDict[int, OpenRun] = OrderedDict()  # id(run) → open run, oldest first
+        self._slot_free = trio.Event()
+        self._events: dict[int, trio.Event] = {}  # id(run) → set when it is on the device
+        self._sums: OrderedDict[tuple[int, int, int], bytes] = OrderedDict()
+        self.written = 0  # bytes appended, trailers included
+        self.write_errors = 0
+        self.checksum_errors = 0
+
+    def stage(self, inode: Inode) -> Stage:
+        if inode.stage is None:
+            inode.stage = Stage()
+        assert isinstance(inode.stage, Stage), "only the stream sets an inode's stage"
+        return inode.stage
+
+    # Reading
+
+    async def read(self, inode: Inode, offset: int, size: int) -> memoryview:
+        """Return up to `size` bytes; fewer at the end of the file. Raises FSError(EIO)."""
+        size = min(size, inode.size - offset)
+        if size <= 0:
+            return memoryview(b"")
+        first, last = offset // BLOCK, -(-(offset + size) // BLOCK)
+        skip = offset - first * BLOCK
+        extents = list(inode.spans(first, last))
+        if any(e.run.failed for e in extents):
+            raise FSError(5, self.namespace.path(inode.ino), "its bytes could not be written")
+        if len(extents) == 1 and extents[0].count == last - first and extents[0].run.buffer is None:
+            table = self.lanes.table
+            zone = table[extents[0].run.zone]
+            table.pin(zone)
+            try:
+                return (await self._fetch(inode, extents[0]))[skip : skip + size]
+            finally:
+                table.unpin(zone)
+        out = bytearray((last - first) * BLOCK)
+        if first == 0 and inode.content and not (extents and extents[0].block == 0):
+            out[: len(inode.content)] = inode.content
+        await self._gather(inode, extents, first, out)
+        return memoryview(out)[skip : skip + size]
+
+    async def _gather(
+        self, inode: Inode, extents: list[Extent], first: int, out: bytearray
+    ) -> None:
+        """Copy what is staged at once, then fetch the rest while its zones are pinned."""
+        table = self.lanes.table
+        stored: list[Extent] = []
+        for extent in extents:
+            at = (extent.block - first) * BLOCK
+            buffer = extent.run.buffer
+            if buffer is not None:
+                length = extent.count * BLOCK
+                out[at : at + length] = buffer[extent.first * BLOCK :][:length]
+            else:
+                stored.append(extent)
+                table.pin(table[extent.run.zone])
+        try:
+            for extent in stored:
+                at = (extent.block - first) * BLOCK
+                out[at : at + extent.count * BLOCK] = await self._fetch(inode, extent)
+        finally:
+            for extent in stored:
+                table.unpin(table[extent.run.zone])
+
+    async def _fetch(self, inode: Inode, extent: Extent) -> memoryview:
+        run = extent.run
+        try:
+            sums = await self._checksums(run)
+            wanted = sums[extent.first * 4 : (extent.first + extent.count) * 4]
+            at = (run.start + extent.first) * BLOCK
+            return await self.device.read(run.zone, at, extent.count * BLOCK, wanted)
+        except errors.RetainzError as error:
+            self.checksum_errors += isinstance(error, errors.ChecksumError)
+            raise FSError(
+                5,
+                self.namespace.path(inode.ino),
+                f"cannot read bytes {extent.block * BLOCK} to {extent.end * BLOCK}: {error}",
+            ) from error
+
+    async def _checksums(self, run: Run) -> bytes:
+        """Return the run's checksums, 4 bytes a block."""
+        if run.length <= INLINE_SUMS_MAX:
+            return run.sums
+        key = (run.zone, run.epoch, run.start)
+        sums = self._sums.get(key)
+        if sums is None:
+            at = (run.start + run.length) * BLOCK
+            trailer = await self.device.read(run.zone, at, BLOCK)
+            if crc32c(trailer) != int.from_bytes(run.sums, "little"):
+                raise errors.ChecksumError(self.device.name, run.zone, at)
+            head = layout.TRAILER_HEADER.size
+            sums = bytes(trailer[head : head + run.length * 4])
+            self._remember(key, sums)
+        else:
+            self._sums.move_to_end(key)
+        return sums
+
+    def _remember(self, key: tuple[int, int, int], sums: bytes) -> None:
+        self._sums[key] = sums
+        if len(self._sums) > SUMS_CACHED:
+            self._sums.popitem(last=False)
+
+    async def block(self, inode: Inode, block: int) -> bytearray:
+        """Return one block as the file has it, zeros behind its end."""
+        out = bytearray(BLOCK)
+        data = await self.read(inode, block * BLOCK, BLOCK)
+        out[: len(data)] = data
+        return out
+
+    # Writing; the caller holds the inode's lock
+
+    async def write(self, inode: Inode, offset: int, data: memoryview, lane: Lane) -> None:
+        """Stage bytes of a file. Raises FSError; what was staged before the error stays."""
+        end = offset + len(data)
+        if end <= INLINE_DATA_MAX and inode.size <= INLINE_DATA_MAX and not inode.extents:
+            content = bytearray(inode.content.ljust(end, b"\0"))
+            content[offset:end] = data
+            inode.content = bytes(content)
+            self._dirty(inode, 0, 1)
+            inode.size = max(inode.size, end)
+            return
+        if inode.content and inode.size and not self._mapped(inode, 0):
+            await self._put(inode, 0, memoryview(await self.block(inode, 0)), lane)
+        if offset > inode.size:
+            await self._zero_tail(inode, lane)
+        at = 0
+        while at < len(data):
+            block, low = divmod(offset + at, BLOCK)
+            whole = (len(data) - at) // BLOCK
+            if low or not whole:
+                n = min(BLOCK - low, len(data) - at)
+                await self._patch(inode, block, low, data[at : at + n], lane)
+            else:
+                n = whole * BLOCK
+                await self._put(inode, block, data[at : at + n], lane)
+            at += n
+            inode.size = max(inode.size, offset + at)
+
+    async def extend(self, inode: Inode, lane: Lane) -> None:
+        """The file is about to grow by a hole: what lies behind its end must read as zero."""
+        await self._zero_tail(inode, lane)
+
+    def trim(self, inode: Inode, size: int) -> None:
+        """The file is about to shrink to `size`: keep staged blocks zero behind its end."""
+        low = size % BLOCK
+        view = self._view(inode, size // BLOCK) if low else None
+        if view is not None:
+            view[low:] = bytes(BLOCK - low)
+
+    async def rewrite(self, inode: Inode, extent: Extent, lane: Lane) -> bool:
+        """Stage an extent's bytes anew, to move them; False when they changed hands meanwhile."""
+        data = await self._fetch(inode, extent)
+        current = list(inode.spans(extent.block, extent.end))
+        if current != [extent]:
+            return False
+        await self._put(inode, extent.block, data, lane)
+        return True
+
+    def seal_of(self, inode: Inode) -> None:
+        """Seal every open run that holds bytes of the inode."""
+        for opened in list(self._open.values()):
+            if inode.ino in opened.run.owners:
+                self.seal(opened)
+
+    async def drain(self, inode: Inode) -> None:
+        """Everything staged of the inode is on the device, or its error is on the inode."""
+        self.seal_of(inode)
+        while True:
+            waiting = self._unwritten(inode)
+            if waiting is None:
+                return
+            await self._event(waiting).wait()
+
+    def _unwritten(self, inode: Inode) -> Run | None:
+        for start, end in inode.dirty:
+            for extent in inode.spans(start, end):
+                if extent.run.buffer is not None:
+                    return extent.run
+        return None
+
+    def _mapped(self, inode: Inode, block: int) -> bool:
+        i = inode.find(block)
+        return i < len(inode.extents) and inode.extents[i].block <= block
+
+    def _view(self, inode: Inode, block: int) -> memoryview | None:
+        """Return the block's memory when it may be changed in place."""
+        if not self._mapped(inode, block):
+            return None
+        extent = inode.extents[inode.find(block)]
+        if id(extent.run) not in self._open or extent.run.buffer is None:
+            return None
+        at = (extent.first + block - extent.block) * BLOCK
+        return extent.run.buffer[at : at + BLOCK]
+
+    async def _patch(
+        self, inode: Inode, block: int, low: int, data: memoryview, lane: Lane
+    ) -> None:
+        view = self._view(inode, block)
+        if view is not None:
+            view[low : low + len(data)] = data
+            return
+        base = await self.block(inode, block) if block * BLOCK < inode.size else bytearray(BLOCK)
+        base[low : low + len(data)] = data
+        await self._put(inode, block, memoryview(base), lane)
+
+    async def _zero_tail(self, inode: Inode, lane: Lane) -> None:
+        block, low = divmod(inode.size, BLOCK)
+        if not low or not self._mapped(inode, block) or self._view(inode, block) is not None:
+            return
+        extent = next(inode.spans(block, block + 1))
+        buffer = extent.run.buffer
+        stored = buffer[extent.first * BLOCK :][:BLOCK] if buffer else None
+        data = stored if stored is not None else await self._fetch(inode, extent)
+        if any(data[low:]):
+            await self._put(inode, block, memoryview(await self.block(inode, block)), lane)
+
+    async def _put(self, inode: Inode, block: int, data: memoryview, lane: Lane) -> None:
+        """Stage whole blocks."""
+        at = 0
+        while at < len(data):
+            opened = await self._room(inode, lane, len(data) - at)
+            n = min((len(data) - at) // BLOCK, opened.room)
+            run = opened.run
+            first = run.length
+            opened.slot[first * BLOCK : (first + n) * BLOCK] = data[at : at + n * BLOCK]
+            run.length += n
+            start = block + at // BLOCK
+            self.lanes.staged[opened.kind] += n * BLOCK
+            self.namespace.map(inode, Extent(start, n, run, first), keep=True)
+            self._dirty(inode, start, start + n)
+            at += n * BLOCK
+
+    def _dirty(self, inode: Inode, start: int, end: int) -> None:
+        spans = inode.dirty
+        if spans and spans[-1][0] <= start <= spans[-1][1]:
+            spans[-1] = (spans[-1][0], max(end, spans[-1][1]))
+        else:
+            spans.append((start, end))
+
+    async def _room(self, inode: Inode, lane: Lane, nbytes: int) -> OpenRun:
+        """Return an open run with room: the file's own, or the one its lane shares."""
+        stage = self.stage(inode)
+        if stage.open is not None and not stage.open.room:
+            self.seal(stage.open)
+        if stage.open is not None and stage.open.lane is not lane:
+            self.seal(stage.open)
+        if stage.open is not None:
+            self._open.move_to_end(id(stage.open.run))
+            return stage.open
+        if stage.shared + nbytes > SHARED_MAX:
+            opened = await self._new(lane)
+            stage.open = opened
+            return opened
+        if lane.open is not None and not lane.open.room:
+            self.seal(lane.open)
+        if lane.open is None:
+            opened = await self._new(lane)
+            if lane.open is None:
+                lane.open = opened
+            else:  # another file of the lane was as quick
+                self.seal(opened)
+        stage.shared += nbytes
+        self._open.move_to_end(id(lane.open.run))
+        return lane.open
+
+    async def _new(self, lane: Lane) -> OpenRun:
+        while not self._free and not self.slots_left:
+            if self._open:
+                self.seal(next(iter(self._open.values())))
+            if not self._free:
+                await self._slot_free.wait()
+        if self._free:
+            slot = self._free.pop()
+        else:
+            self.slots_left -= 1
+            slot = memoryview(Slot(SLOT))
+        opened = OpenRun(lane, self.lanes.hint(lane).kind, slot)
+        self._open[id(opened.run)] = opened
+        return opened
+
+    # Appending
+
+    def seal(self, opened: OpenRun) -> None:
+        """The run takes no more blocks and is appended next."""
+        run = opened.run
+        del self._open[id(run)]
+        if opened.lane.open is opened:
+            opened.lane.open = None
+        for ino in run.owners:
+            inode = self.namespace.inodes.get(ino)
+            if inode is not None and inode.stage is not None:
+                stage = self.stage(inode)
+                stage.shared = 0
+                if stage.open is opened:
+                    stage.open = None
+        if not run.owners:
+            self.lanes.staged[opened.kind] -= run.length * BLOCK
+            self._release(opened)
+            return
+        run.buffer = opened.slot[: run.length * BLOCK]
+        lane = opened.lane
+        lane.queue.append(opened)
+        if not lane.working:
+            lane.working = True
+            self.nursery.start_soon(self._work, lane)
+
+    def seal_idle(self) -> None:
+        """Seal every open run: what is staged should not wait for more."""
+        for opened in list(self._open.values()):
+            self.seal(opened)
+
+    async def _work(self, lane: Lane) -> None:
+        """Append the lane's sealed runs in order."""
+        try:
+            while lane.queue:
+                opened = lane.queue.popleft()
+                rest: Run | None = opened.run
+                while rest is not None:
+                    rest = await self._place(rest, opened)
+                self._release(opened)
+        finally:
+            lane.working = False
+
+    async def _place(self, run: Run, opened: OpenRun) -> Run | None:
+        """Append the run, or as much as the zone takes; return what is left of it."""
+        lane, staged = opened.lane, self.lanes.staged
+        error: errors.RetainzError | None = None
+        for _ in range(ATTEMPTS):
+            try:
+                place = await self.lanes.claim(lane, run.length)
+            except errors.RetainzError as no_space:
+                error = no_space
+                break
+            rest = self._split(run, place.blocks) if place.blocks < run.length else None
+            self._assign(run, place)
+            staged[opened.kind] -= run.length * BLOCK
+            try:
+                await self._append(run, place)
+            except errors.RetainzError as failure:
+                error = failure
+                self.write_errors += 1
+                lane.zone = None
+                await self._distrust(run, place)
+                staged[opened.kind] += run.length * BLOCK
+                if rest is not None:
+                    self._join(run, rest)
+                continue
+            self._finished(run)
+            return rest
+        assert error is not None, "an append that was given up had a reason"
+        run.failed = True
+        for ino in run.owners:
+            inode = self.namespace.inodes.get(ino)
+            if inode is not None:
+                inode.error = error
+        staged[opened.kind] -= run.length * BLOCK
+        self._finished(run)
+        return None
+
+    def _assign(self, run: Run, place: Place) -> None:
+        run.zone, run.epoch, run.start = place.zone.index, place.zone.epoch, place.start
+        here = self.namespace.runs.setdefault(run.zone, {})
+        here[run.epoch, run.start] = run
+        for ino, count in run.owners.items():
+            generation = self.namespace.inodes[ino].generation
+            self.lanes.table.add_live(place.zone, generation, count * BLOCK)
+
+    async def _append(self, run: Run, place: Place) -> None:
+        zone = place.zone
+        assert run.buffer is not None, "a run keeps its bytes until they are on the device"
+        header = b""
+        if run.length > INLINE_SUMS_MAX:
+            ino = next(iter(run.owners), 0)
+            header = layout.trailer_header(run.length, ino, 0, self.uuid)
+        async with self.lanes.turn(zone):
+            await self.lanes.opened(zone)
+            sums = await self.device.append(
+                zone.index, place.start * BLOCK, run.buffer, header
+            )
+            self.lanes.table.written(zone, run.blocks * BLOCK)
+        self.lanes.changed()
+        self.written += run.blocks * BLOCK
+        if header:
+            run.sums = sums.trailer.to_bytes(4, "little")
+            self._remember((run.zone, run.epoch, run.start), sums.blocks)
+        else:
+            run.sums = sums.blocks
+
+    async def _distrust(self, run: Run, place: Place) -> None:
+        """A write failed: take the bytes out of the zone and write no more to it."""
+        table, zone = self.lanes.table, place.zone
+        self.namespace.runs.get(zone.index, {}).pop((run.epoch, run.start), None)
+        for ino, count in run.owners.items():
+            generation = self.namespace.inodes[ino].generation
+            table.drop_live(zone, generation, count * BLOCK, zone.freed_at)
+        run.zone = -1
+        table.cancel(zone, run.blocks * BLOCK)
+        if not zone.sealed:
+            table.seal(zone)
+        self.lanes.changed()
+
+    def _finished(self, run: Run) -> None:
+        run.buffer = None
+        event = self._events.pop(id(run), None)
+        if event is not None:
+            event.set()
+
+    def _release(self, opened: OpenRun) -> None:
+        self._free.append(opened.slot)
+        self._slot_free.set()
+        self._slot_free = trio.Event()
+
+    def _event(self, run: Run) -> trio.Event:
+        event = self._events.get(id(run))
+        if event is None:
+            event = self._events[id(run)] = trio.Event()
+        return event
+
+    def _split(self, run: Run, blocks: int) -> Run:
+        """Cut a staged run in two; extents behind the cut move to the new one."""
+        assert run.buffer is not None, "only staged runs are cut"
+        rest = Run(-1, 0, 0, run.length - blocks, b"")
+        rest.buffer = run.buffer[blocks * BLOCK :]
+        run.buffer = run.buffer[: blocks * BLOCK]
+        run.length = blocks
+        self._repoint(run, rest, blocks)
+        return rest
+
+    def _join(self, run: Run, rest: Run) -> None:
+        """Undo a cut whose first part found no place."""
+        assert run.buffer is not None, "only staged runs are joined"
+        assert rest.buffer is not None, "only staged runs are joined"
+        whole = Slot((run.length + rest.length) * BLOCK)
+        view = memoryview(whole)
+        view[: run.length * BLOCK] = run.buffer
+        view[run.length * BLOCK :] = rest.buffer
+        run.buffer = view
+        for ino in rest.owners:
+            inode = self.namespace.inodes[ino]
+            inode.extents = [
+                e._replace(run=run, first=e.first + run.length) if e.run is rest else e
+                for e in inode.extents
+            ]
+            run.owners[ino] = run.owners.get(ino, 0) + rest.owners[ino]
+        run.length += rest.length
+
+    def _repoint(self, run: Run, rest: Run, cut: int) -> None:
+        for ino in list(run.owners):
+            inode = self.namespace.inodes[ino]
+            extents: list[Extent] = []
+            for extent in inode.extents:
+                if extent.run is not run or extent.first + extent.count <= cut:
+                    extents.append(extent)
+                    continue
+                edge = extent.block + max(0, cut - extent.first)
+                if edge > extent.block:
+                    extents.append(extent.part(extent.block, edge))
+                moved = extent.part(edge, extent.end)
+                extents.append(Extent(edge, moved.count, rest, moved.first - cut))
+                run.owners[ino] -= moved.count
+                rest.owners[ino] = rest.owners.get(ino, 0) + moved.count
+            if not run.owners[ino]:
+                del run.owners[ino]
+            inode.extents = extents

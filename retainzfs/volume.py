@@ -1,0 +1,328 @@
+"""The volume: POSIX operations over the namespace, the stream and the journal. No FUSE here.
+
+Concurrency contract
+- One trio task at a time runs; code between two awaits is atomic. Every operation changes the
+  namespace in one such piece, and queues the records of that change in the same piece.
+- The bytes of an inode are guarded by its lock: writers, truncation, collection and the committer
+  hold it across awaits. The order is: room first, then the lock; the committer takes the locks of
+  several inodes in the order of their numbers. Nobody waits for a commit while holding a lock.
+- Readers take no lock; they pin the zones that they read from.
+
+Ordering invariants
+- An acknowledged `fsync`, durable `close` or durable `rename` is in the log, behind the flush of
+  the bytes that its records name.
+- A zone is reset after every record that freed its bytes is durable.
+- The first failure of the journal is final: nothing is acknowledged behind it.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+
+from dataclasses import dataclass
+from typing import Any
+
+from retainzfs import attributes, errors, hints, layout, observe
+from retainzfs.core import Options
+from retainzfs.layout import BLOCK
+from retainzfs.names import RENAME_EXCHANGE, RENAME_NOREPLACE, Names
+from retainzfs.namespace import ROOT, FSError, Inode
+
+__all__ = [
+    "RENAME_EXCHANGE",
+    "RENAME_NOREPLACE",
+    "ROOT",
+    "FSError",
+    "Inode",
+    "Options",
+    "StatFs",
+    "Volume",
+]
+
+FILE_SIZE_MAX = 1 << 60  # block numbers stay far from 64 bits
+WRITE_SLACK = 2 * BLOCK  # a write touches at most a partial block at either end
+RELATIME_NS = 24 * 3600 * 10**9
+
+
+@dataclass(frozen=True, slots=True)
+class StatFs:
+    """Counts in blocks of `block_size` bytes; `free` counts dead bytes too, `available` does not."""
+
+    block_size: int
+    blocks: int
+    free: int
+    available: int
+    files: int
+    files_free: int
+    name_max: int = layout.NAME_MAX
+
+
+class Volume(Names):
+    """A mounted volume; made by `mounted`."""
+
+    # Looking
+
+    def inode(self, ino: int) -> Inode:
+        return self.namespace.get(ino)
+
+    def lookup(self, parent: int, name: bytes) -> Inode:
+        if len(name) > layout.NAME_MAX:
+            raise FSError(errno.ENAMETOOLONG, os.fsdecode(name))
+        if name == b".":
+            return self.namespace.get(parent)
+        if name == b"..":
+            return self.namespace.get(self.namespace.get(parent).parent)
+        ino = self.namespace.directory(parent).get(name)
+        if ino is None:
+            raise FSError(errno.ENOENT, os.fsdecode(name))
+        return self.namespace.get(ino)
+
+    def parent(self, ino: int) -> int:
+        return self.namespace.get(ino).parent
+
+    def path(self, ino: int) -> str:
+        return self.namespace.path(ino)
+
+    def entries(self, ino: int) -> list[tuple[bytes, int]]:
+        """Return the names of a directory, completion markers first.
+
+        `rm -r` deletes in this order; a crash in its middle must not leave what looks complete.
+        """
+        names = list(self.namespace.directory(ino).items())
+        names.sort(key=lambda item: not hints.is_marker(item[0]))
+        return names
+
+    def statfs(self) -> StatFs:
+        totals = self.table.totals
+        capacity = sum(totals)
+        free = capacity - totals.live - totals.pending - totals.lost
+        usable = self.table.empty_available * self.table.capacity + totals.tail
+        # Of every run one block in a thousand is a trailer.
+        usable -= usable // layout.RUN_BLOCKS_MAX + WRITE_SLACK
+        files = len(self.namespace.inodes)
+        room = self.journal.zones * self.journal.capacity // 4 // attributes.INODE_COST
+        return StatFs(
+            BLOCK,
+            capacity // BLOCK,
+            free // BLOCK,
+            max(0, min(usable, free)) // BLOCK,
+            max(files, room),
+            max(0, room - files),
+        )
+
+    # Handles and bytes
+
+    def open(self, ino: int) -> None:
+        self.namespace.get(ino).handles += 1
+
+    def close(self, ino: int) -> None:
+        inode = self.namespace.get(ino)
+        inode.handles -= 1
+        assert inode.handles >= 0, "an inode is closed as often as it was opened"
+        if inode.handles == 0 and inode.nlink == 0:
+            self.discard(inode)
+
+    async def read(self, ino: int, offset: int, size: int) -> memoryview:
+        """Return up to `size` bytes. Raises FSError(EIO) where the stored bytes are damaged."""
+        inode = self.namespace.get(ino)
+        now = self.options.wall_ns()
+        newest = max(inode.mtime_ns, inode.ctime_ns)
+        if (inode.atime_ns <= newest or now - inode.atime_ns > RELATIME_NS) and not self.failed:
+            self.committer.log(self.namespace.describe(inode)._replace(atime_ns=now))
+        return await self.stream.read(inode, offset, size)
+
+    async def write(self, ino: int, offset: int, data: bytes | bytearray | memoryview) -> int:
+        """Stage bytes; they are durable after `fsync`, or `flush` where the class says so.
+
+        Raises NoSpace before anything of this call is staged.
+        """
+        self._check()
+        view = memoryview(data)
+        if offset + len(view) > FILE_SIZE_MAX:
+            raise FSError(errno.EFBIG, self.path(ino))
+        inode = self.namespace.get(ino)
+        if inode.error is not None:
+            raise inode.error
+        self._grow()
+        kind = self.lanes.hint(self.lane(inode)).kind
+        if not self.lanes.fits(kind, len(view) + WRITE_SLACK):
+            await self.reclaim.make_room(kind, len(view) + WRITE_SLACK)
+        async with self.stream.stage(inode).lock:
+            inode.mtime_ns = inode.ctime_ns = self.options.wall_ns()
+            if inode.mode & (stat.S_ISUID | stat.S_ISGID):
+                self._drop_privileges(inode)
+            self.committer.touch(inode)
+            inode.writes += 1
+            await self.stream.write(inode, offset, view, self.lane(inode))
+        self.logical += len(view)
+        return len(view)
+
+    def _drop_privileges(self, inode: Inode) -> None:
+        """A write takes set-user-ID and set-group-ID bits away; under direct I/O that is ours."""
+        inode.mode &= ~stat.S_ISUID
+        if inode.mode & stat.S_IXGRP:
+            inode.mode &= ~stat.S_ISGID
+
+    async def flush(self, ino: int) -> None:
+        """A descriptor was closed: durable where the class says so, and perhaps the end of a save.
+
+        A clean inode costs nothing. Raises the error of a write that failed in the background.
+        """
+        inode = self.namespace.inodes.get(ino)
+        if inode is None:
+            return
+        if inode.error is not None:
+            raise inode.error
+        if inode.ino in self.committer.dirty:
+            await self._judge(inode)
+        if inode.nlink and self.syncs(inode):
+            await self.fsync(ino)
+
+    async def fsync(self, ino: int, datasync: bool = False) -> None:  # noqa: ARG002, FBT001, FBT002
+        """Return when the inode and its bytes are durable; its name too, as on ext4."""
+        inode = self.namespace.inodes.get(ino)
+        if inode is None:
+            return
+        self._check()
+        if not self.committer.clean(inode):
+            await self.committer.commit([inode])
+        if inode.error is not None:
+            raise inode.error
+
+    async def syncfs(self) -> None:
+        self._check()
+        dirty = list(self.committer.dirty.values())
+        await self.committer.commit(dirty)
+        for inode in dirty:
+            if inode.error is not None:
+                raise inode.error
+
+    async def _judge(self, inode: Inode) -> None:
+        """Look for the evidence of completeness that a close gives."""
+        if not inode.generation or inode.nlink == 0:
+            return
+        names = self.namespace.components(inode.ino)
+        context = self.retention.context(inode.parent, names[-1])
+        if context.match is None or context.match.temporary:
+            return
+        if context.match.depth != len(names) - 1:
+            if self.retention.marked(inode.parent, names[-1]):
+                self.completed(inode.generation)
+            return
+        head = bytes(await self.stream.read(inode, 0, hints.HEAD_BYTES))
+        wanted = hints.head_wanted(names[-1], inode.size, head)
+        if wanted > len(head):
+            head = bytes(await self.stream.read(inode, 0, wanted))
+        start = max(0, inode.size - hints.TAIL_BYTES)
+        tail = bytes(await self.stream.read(inode, start, hints.TAIL_BYTES))
+        finding = hints.examine(names[-1], inode.size, head, tail)
+        generation = inode.generation
+        whole, _ = self.retention.judge(
+            generation, inode, finding, failed=inode.error is not None
+        )
+        if whole:
+            self.completed(generation)
+        else:
+            records = self.retention.incomplete(generation)
+            if records:
+                self.committer.log(*records)
+
+    # Attributes
+
+    async def setattr(
+        self,
+        ino: int,
+        *,
+        mode: int | None = None,
+        uid: int | None = None,
+        gid: int | None = None,
+        size: int | None = None,
+        atime_ns: int | None = None,
+        mtime_ns: int | None = None,
+        ctime_ns: int | None = None,
+    ) -> Inode:
+        self._check()
+        inode = self.namespace.get(ino)
+        now = self.options.wall_ns()
+        if size is not None:
+            await self._resize(inode, size)
+            mtime_ns = now if mtime_ns is None else mtime_ns
+        record = self.namespace.describe(inode)
+        changes = {"uid": uid, "gid": gid, "atime_ns": atime_ns, "mtime_ns": mtime_ns}
+        fields = {name: value for name, value in changes.items() if value is not None}
+        if mode is not None:
+            fields["mode"] = stat.S_IFMT(inode.mode) | stat.S_IMODE(mode)
+        fields["ctime_ns"] = now if ctime_ns is None else ctime_ns
+        self.committer.log(record._replace(**fields))
+        return inode
+
+    async def _resize(self, inode: Inode, size: int) -> None:
+        if inode.is_dir:
+            raise FSError(errno.EISDIR, self.path(inode.ino))
+        if not inode.is_file:
+            raise FSError(errno.EINVAL, self.path(inode.ino))
+        if size > FILE_SIZE_MAX:
+            raise FSError(errno.EFBIG, self.path(inode.ino))
+        async with self.stream.stage(inode).lock:
+            inode.writes += 1
+            if size < inode.size:
+                self._shrink(inode, size)
+            elif size > inode.size:
+                self._grow()
+                await self.stream.extend(inode, self.lane(inode))
+                self.retention.announce(inode.generation, size - inode.size)
+                inode.size = size
+                self.committer.touch(inode)
+            if size == 0:
+                inode.error = None
+
+    def _shrink(self, inode: Inode, size: int) -> None:
+        self.stream.trim(inode, size)
+        if size < inode.logged_size or size == 0:
+            self.committer.log(layout.SizeRecord(inode.ino, size))
+        else:
+            self.namespace.cut(inode, size)
+            inode.size = size
+        if inode.logged_size != size or inode.dirty:
+            self.committer.touch(inode)
+
+    def getxattr(self, ino: int, name: bytes) -> bytes:
+        return attributes.get(self, self.namespace.get(ino), name)
+
+    def listxattr(self, ino: int) -> list[bytes]:
+        return list(self.namespace.get(ino).xattrs or {})
+
+    async def setxattr(self, ino: int, name: bytes, value: bytes, flags: int = 0) -> None:
+        """Set an extended attribute; ours are checked and acted on (BadAttribute, NotYet)."""
+        self._grow()
+        await attributes.set_(self, self.namespace.get(ino), name, value, flags)
+
+    async def removexattr(self, ino: int, name: bytes) -> None:
+        self._check()
+        await attributes.remove(self, self.namespace.get(ino), name)
+
+    # For people
+
+    def statistics(self) -> dict[str, Any]:
+        return observe.statistics(self)
+
+    def zone_map(self) -> list[dict[str, Any]]:
+        return observe.zone_map(self)
+
+    def generations(self, ino: int) -> list[dict[str, Any]]:
+        return self.retention.table(ino)
+
+    def explain(self, ino: int) -> dict[str, Any]:
+        return self.retention.explain(self.namespace.get(ino))
+
+    async def collect(self) -> dict[str, int]:
+        """Reclaim now (`gc`)."""
+        self._check()
+        return await self.reclaim.collect()
+
+    def raise_failure(self) -> None:
+        """Raise what made the volume stop, if it did."""
+        if self.failed is not None:
+            raise errors.ReadOnly(self.device.name, self.failed)

@@ -1,0 +1,496 @@
+"""The table of zones: how full each is, whose bytes live in it, and who may open another.
+
+Pure bookkeeping in bytes; the caller issues the device commands and then tells the table. Code
+between two awaits of the caller is atomic, so nothing here locks.
+
+Life of a promise (reserve -> acquire -> release):
+
+- `acquire` gives a kind a fresh zone, the lowest empty one, when the ledger of active zones allows.
+- `reserve` promises bytes of a zone's tail exactly; `written` turns a promise into device bytes and
+  `cancel` takes it back. A promise never fails later for want of space.
+- `add_live` says whose bytes they are. It comes with the promise, at the latest with `written`:
+  bytes that are written and nobody's are dead, and a zone of dead bytes may be reset.
+- `seal` ends the promises of a zone that is about to be finished or reset.
+- `release` returns an acquired zone that was never written; `reset` returns a dead one.
+
+Invariants; `Zone.check` asserts the first two after every change:
+
+1. live_bytes <= write_pointer + reserved <= capacity, none of them negative.
+2. EMPTY zones hold nothing; FULL, READ_ONLY and OFFLINE zones promise nothing.
+3. Every byte of every data zone is counted once: free, tail, live, dead, pending, stranded or lost.
+4. One empty zone, the emergency zone, is given to nobody but collection.
+5. A zone has one kind from acquire to reset, and finite and anchor data never share a kind.
+6. What the table knows beside the zones (totals, indexes) follows from the zones.
+"""
+
+import enum
+import heapq
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from operator import add, sub
+from typing import Final, NamedTuple
+
+from retainzfs.errors import NoSpace
+
+JOURNAL_ACTIVE: Final = 2  # the log and the snapshot that will replace it
+JOURNAL_OPEN: Final = 1  # one of them is written at a time
+COLLECTION_ACTIVE: Final = 1
+COLLECTION_OPEN: Final = 1
+UNLIMITED: Final = 32  # a device without a limit: more zones in flight only scatter bytes
+EMERGENCY_ZONES: Final = 1  # collection must always have somewhere to copy to
+DATA_ACTIVE_LEAST: Final = 3  # finite, anchor, and one for everything else
+SPLIT_PAIRS: Final = 4  # from here on cache/scratch and output/unhinted have a zone each
+SPLIT_ALL: Final = 10  # from here on no kinds share
+
+
+class Kind(enum.IntEnum):
+    """What a zone holds. One kind a zone, from acquire to reset."""
+
+    METADATA = 0
+    FINITE = 1
+    ANCHOR = 2
+    UNHINTED = 3
+    CACHE = 4
+    SCRATCH = 5
+    OUTPUT = 6
+    COLLECTION = 7
+
+
+class State(enum.IntEnum):
+    """Zone state, numbered as the zone conditions of NVMe ZNS (OPEN covers both kinds of open)."""
+
+    EMPTY = 0x1
+    OPEN = 0x2
+    CLOSED = 0x4
+    READ_ONLY = 0xD
+    FULL = 0xE
+    OFFLINE = 0xF
+
+
+ACTIVE: Final = frozenset({State.OPEN, State.CLOSED})
+LOST: Final = frozenset({State.READ_ONLY, State.OFFLINE})
+
+
+class Totals(NamedTuple):
+    """Bytes of all data zones; the fields sum to the capacity."""
+
+    free: int = 0  # empty zones, the emergency zone included
+    tail: int = 0  # active zones, above what is written and promised
+    live: int = 0
+    dead: int = 0  # written and nobody's, not yet reset
+    pending: int = 0  # promised and not yet anybody's
+    stranded: int = 0  # above the write pointer of zones that take no more bytes
+    lost: int = 0  # READ_ONLY and OFFLINE zones, above what lives in them
+
+
+@dataclass(frozen=True, slots=True)
+class ZoneSummary:
+    """What placement knows of one partial zone. Bytes, and times in the caller's unit."""
+
+    index: int
+    tail: int  # u: bytes that can still be promised
+    written: int  # w: bytes written or promised, capacity - tail
+    retire_max: float  # R: latest retirement of its live bytes
+    retire_min: float  # m: earliest retirement of its live bytes
+
+
+@dataclass(slots=True, eq=False)
+class Zone:
+    """One zone. Read freely; only ZoneTable changes it."""
+
+    index: int
+    capacity: int
+    write_pointer: int = 0  # bytes written on the device
+    reserved: int = 0  # bytes promised to queued appends above the write pointer
+    kind: Kind = Kind.UNHINTED  # means nothing while EMPTY
+    state: State = State.EMPTY
+    sealed: bool = False  # takes no more promises: to be finished or reset
+    epoch: int = 0  # how often it was reset; extents carry it
+    live: dict[int, int] = field(default_factory=dict)  # generation id -> live bytes
+    live_bytes: int = 0
+    pins: int = 0  # readers inside
+    freed_at: int = 0  # journal sequence of the last record that freed bytes here
+    last_used: int = 0  # the table's use counter at the last promise or write
+
+    @property
+    def tail(self) -> int:
+        """Bytes that can still be promised."""
+        if self.sealed or self.state not in ACTIVE:
+            return 0
+        return self.capacity - self.write_pointer - self.reserved
+
+    @property
+    def active(self) -> bool:
+        return self.state in ACTIVE
+
+    @property
+    def idle(self) -> bool:
+        """Holds nothing that lives and nothing that is promised."""
+        return not self.live_bytes and not self.reserved
+
+    @property
+    def partial(self) -> bool:
+        """Takes more bytes. Not once its last byte died: a reset gains more than filling it."""
+        return self.tail > 0 and not self.idle
+
+    @property
+    def dead(self) -> bool:
+        """Nothing but a reset is left to do with it (which may have to wait, see `resettable`)."""
+        used = self.write_pointer > 0 or self.state is State.FULL
+        return used and self.idle and self.state not in LOST
+
+    def totals(self) -> Totals:
+        """Where this zone's capacity is counted."""
+        if self.state is State.EMPTY:
+            return Totals(free=self.capacity)
+        live = self.live_bytes
+        if self.state in LOST:
+            return Totals(live=live, lost=self.capacity - live)
+        used = self.write_pointer + self.reserved
+        dead = max(0, self.write_pointer - live)
+        tail = self.tail
+        return Totals(0, tail, live, dead, used - live - dead, self.capacity - used - tail)
+
+    def check(self) -> None:
+        """Invariants 1 and 2."""
+        used = self.write_pointer + self.reserved
+        assert min(self.write_pointer, self.reserved, self.live_bytes) >= 0, f"negative: {self}"
+        assert used <= self.capacity, f"zone {self.index}: {used} bytes used, over its capacity"
+        if self.state not in ACTIVE:
+            assert not self.reserved, f"zone {self.index}: promises in a {self.state.name} zone"
+        if self.state is State.EMPTY:
+            assert not used, f"zone {self.index}: EMPTY with {used} bytes used"
+        if self.state not in LOST:
+            assert self.live_bytes <= used, f"zone {self.index}: more live bytes than used ones"
+
+
+def summary(
+    zone: Zone, retire_of: Callable[[int], float], now: float, unit: float = 1.0
+) -> ZoneSummary:
+    """The zone as placement sees it at `now`, one pass over its generations.
+
+    `retire_of` maps a generation id to its retirement (inf for an anchor). What is retired but not
+    deleted yet, and what is promised but not yet anybody's, counts as retiring one `unit` from now.
+    """
+    soon = now + unit
+    times = [max(retire_of(gid), soon) for gid in zone.live] or [soon]
+    tail = zone.tail
+    return ZoneSummary(zone.index, tail, zone.capacity - tail, max(times), min(times))
+
+
+@dataclass(frozen=True, slots=True)
+class SlotLimits:
+    """How the active zones for data are divided; see `slot_limits`."""
+
+    total: int
+    groups: dict[Kind, Kind]  # kind -> the kind in whose zone its bytes go
+
+    def share(self, group: Kind) -> int:
+        """Zones that a group can always have. Only finite may take more, while others are idle."""
+        others = set(self.groups.values()) - {Kind.FINITE}
+        return self.total - len(others) if group is Kind.FINITE else 1
+
+
+def slot_limits(data_active: int) -> SlotLimits:
+    """Division of `data_active` active zones among the kinds of data.
+
+    Finite data takes what the others leave, at least 3 of 6; every other kind has at most one,
+    opened on demand. With few zones the kinds without a retirement share theirs; finite and anchor
+    zones are never shared.
+    """
+    assert data_active >= DATA_ACTIVE_LEAST, f"{data_active} active zones for data are too few"
+    groups = {kind: kind for kind in Kind if Kind.METADATA < kind < Kind.COLLECTION}
+    if data_active < SPLIT_ALL:
+        groups[Kind.SCRATCH] = Kind.CACHE
+        groups[Kind.OUTPUT] = Kind.UNHINTED
+    if data_active < SPLIT_PAIRS:
+        groups[Kind.SCRATCH] = groups[Kind.CACHE] = Kind.UNHINTED
+    return SlotLimits(data_active, groups)
+
+
+class ZoneTable:
+    """All zones of a device, and indexes over them that make every question O(active zones).
+
+    `max_active` and `max_open` are the device's limits, 0 for none. `metadata` zones are marked and
+    otherwise left alone: the journal owns them, and they are in no total.
+    """
+
+    def __init__(
+        self,
+        capacity: int,
+        count: int,
+        max_active: int,
+        max_open: int,
+        metadata: Iterable[int] = (),
+    ) -> None:
+        self.capacity = capacity
+        self.zones = [Zone(index, capacity) for index in range(count)]
+        self.data_active_limit = (max_active or UNLIMITED) - JOURNAL_ACTIVE - COLLECTION_ACTIVE
+        self.data_open_limit = (max_open or UNLIMITED) - JOURNAL_OPEN - COLLECTION_OPEN
+        assert self.data_open_limit >= 1, f"{max_open} open zones leave none for data"
+        self.limits = slot_limits(self.data_active_limit)
+        for index in metadata:
+            self.zones[index].kind = Kind.METADATA
+        self._empty = {zone.index for zone in self.zones if zone.kind is not Kind.METADATA}
+        self._heap = sorted(self._empty)  # every member of _empty, and stale indexes
+        self._active: dict[Kind, set[int]] = {kind: set() for kind in Kind}
+        self._dead: set[int] = set()
+        self.totals = Totals(free=len(self._empty) * capacity)
+        self._uses = 0
+
+    def __getitem__(self, index: int) -> Zone:
+        return self.zones[index]
+
+    # Changes are leave, change, enter (invariant 6)
+
+    @contextmanager
+    def _changing(self, zone: Zone) -> Iterator[Zone]:
+        assert zone.kind is not Kind.METADATA, f"zone {zone.index} belongs to the journal"
+        self._leave(zone)
+        yield zone
+        zone.check()
+        self._enter(zone)
+
+    def _leave(self, zone: Zone) -> None:
+        self.totals = Totals(*map(sub, self.totals, zone.totals()))
+        self._empty.discard(zone.index)
+        self._active[zone.kind].discard(zone.index)
+        self._dead.discard(zone.index)
+
+    def _enter(self, zone: Zone) -> None:
+        self.totals = Totals(*map(add, self.totals, zone.totals()))
+        if zone.state is State.EMPTY:
+            self._empty.add(zone.index)
+            heapq.heappush(self._heap, zone.index)
+        elif zone.active:
+            self._active[zone.kind].add(zone.index)
+        if zone.dead:
+            self._dead.add(zone.index)
+
+    # Questions
+
+    @property
+    def empty(self) -> int:
+        """Empty zones, the emergency zone included."""
+        return len(self._empty)
+
+    @property
+    def empty_available(self) -> int:
+        """Empty zones that data may take: all but the emergency zone."""
+        return max(0, len(self._empty) - EMERGENCY_ZONES)
+
+    def group(self, kind: Kind) -> Kind:
+        """The kind whose zones `kind` uses under this device's limits."""
+        return self.limits.groups.get(kind, kind)
+
+    def active(self, kind: Kind) -> list[Zone]:
+        """Active zones of the kind's group, by index."""
+        return [self.zones[index] for index in sorted(self._active[self.group(kind)])]
+
+    def active_data(self) -> int:
+        """Active zones in the data part of the ledger (all but the journal's and collection's)."""
+        return len(self._data())
+
+    def open_data(self) -> int:
+        """Open zones in the data part of the ledger."""
+        return sum(zone.state is State.OPEN for zone in self._data())
+
+    def partial(self, kind: Kind) -> list[Zone]:
+        """Zones of the kind's group that can take more bytes, by index."""
+        return [zone for zone in self.active(kind) if zone.partial]
+
+    def slots(self, kind: Kind) -> int:
+        """Fresh zones that `kind` may open without finishing one of its own.
+
+        Zones that are filled up by promises, sealed or dead count as gone: their slot comes back
+        by itself (`acquire` waits for that), or for nothing (`spare`).
+        """
+        group = self.group(kind)
+        if group is not Kind.FINITE:
+            return max(0, 1 - len(self.partial(group)))
+        return max(0, self.limits.total - self._partial_data())
+
+    def crowded_by(self, kind: Kind) -> Kind | None:
+        """The group that has to finish a zone before `kind` may open one; None if nobody has to."""
+        group = self.group(kind)
+        mine = len(self.partial(group))
+        if group is Kind.COLLECTION:
+            return group if mine >= COLLECTION_ACTIVE else None
+        if group is not Kind.FINITE and mine >= 1:
+            return group
+        if self._partial_data() < self.limits.total:
+            return None
+        if mine >= self.limits.share(group):
+            return group
+        for other in sorted(set(self.limits.groups.values())):
+            if len(self.partial(other)) > self.limits.share(other):
+                return other
+        raise AssertionError("all shares are kept and yet the active zones are used up")
+
+    def spare(self, kind: Kind) -> Zone | None:
+        """An active zone in the kind's part of the ledger that can be finished for nothing."""
+        zones = self.active(kind) if kind is Kind.COLLECTION else self._data()
+        return next((zone for zone in zones if zone.dead and not zone.sealed), None)
+
+    def coldest_open(self) -> Zone | None:
+        """The open data zone to close first: nothing queued, longest unused."""
+        idle = [z for z in self._data() if z.state is State.OPEN and not z.reserved]
+        return min(idle, key=lambda zone: zone.last_used, default=None)
+
+    def resettable(self, durable: int) -> list[Zone]:
+        """Zones whose reset loses nothing, by index: nothing lives, is promised or is being read,
+        and every record that freed bytes is durable (journal sequence <= `durable`). `seal` one
+        before the reset is issued, so that nobody is offered it meanwhile."""
+        dead = (self.zones[index] for index in sorted(self._dead))
+        return [z for z in dead if not (z.pins or z.sealed) and z.freed_at <= durable]
+
+    def _data(self) -> list[Zone]:
+        groups = sorted(set(self.limits.groups.values()))
+        return [zone for group in groups for zone in self.active(group)]
+
+    def _partial_data(self) -> int:
+        return sum(zone.partial for zone in self._data())
+
+    # Allocation
+
+    def acquire(self, kind: Kind) -> Zone | None:
+        """A fresh zone for `kind`: the lowest empty one, active and closed from now on.
+
+        None when the ledger of active zones is used up: finish a zone (`crowded_by`, `spare`) or
+        wait for one to fill up. NoSpace when no empty zone is left for this kind.
+        """
+        group = self.group(kind)
+        if group is Kind.COLLECTION:
+            empties, allowed = self.empty, len(self._active[group]) < COLLECTION_ACTIVE
+        else:
+            empties = self.empty_available
+            allowed = self.active_data() < self.limits.total and self.slots(group) > 0
+        if not empties:
+            raise NoSpace("every zone is in use or kept for collection")
+        if not allowed:
+            return None
+        while self._heap[0] not in self._empty:
+            heapq.heappop(self._heap)
+        zone = self.zones[heapq.heappop(self._heap)]
+        with self._changing(zone):
+            zone.kind, zone.state = group, State.CLOSED
+        return zone
+
+    def release(self, zone: Zone) -> None:
+        """Gives back an acquired zone to which nothing was written."""
+        assert zone.active, f"zone {zone.index}: released while {zone.state.name}"
+        assert not zone.write_pointer, f"zone {zone.index}: released after a write"
+        assert zone.idle, f"zone {zone.index}: released with live or promised bytes"
+        with self._changing(zone):
+            zone.state, zone.sealed = State.EMPTY, False
+
+    def reserve(self, zone: Zone, nbytes: int) -> None:
+        """Promises `nbytes` of the zone's tail to appends that will follow."""
+        assert 0 < nbytes <= zone.tail, f"zone {zone.index}: {nbytes} of {zone.tail} promised"
+        with self._changing(zone):
+            zone.reserved += nbytes
+            zone.last_used = self._uses = self._uses + 1
+
+    def cancel(self, zone: Zone, nbytes: int) -> None:
+        """Takes back a promise that will not be used, after `drop_live` of what was in it."""
+        with self._changing(zone):
+            zone.reserved -= nbytes
+
+    def written(self, zone: Zone, nbytes: int) -> None:
+        """`nbytes` of the promises are on the device now; at capacity the zone is FULL."""
+        assert zone.active, f"zone {zone.index}: written while {zone.state.name}"
+        with self._changing(zone):
+            zone.reserved -= nbytes
+            zone.write_pointer += nbytes
+            zone.last_used = self._uses = self._uses + 1
+            if zone.write_pointer == zone.capacity:
+                zone.state = State.FULL
+
+    def open(self, zone: Zone) -> bool:
+        """Counts the zone as open, to append to it; False when the ledger of open zones is used
+        up: close one (`coldest_open`) or wait."""
+        assert zone.active, f"zone {zone.index}: opened while {zone.state.name}"
+        if zone.state is State.CLOSED:
+            if zone.kind is not Kind.COLLECTION and self.open_data() >= self.data_open_limit:
+                return False
+            zone.state = State.OPEN
+        return True
+
+    def close(self, zone: Zone) -> None:
+        """The zone gives its open slot back and stays active."""
+        if zone.state is State.OPEN:
+            zone.state = State.CLOSED
+
+    def seal(self, zone: Zone) -> None:
+        """No more promises: what is queued will be written, then the zone is finished or reset."""
+        assert zone.state is not State.EMPTY, f"zone {zone.index}: sealed while EMPTY"
+        with self._changing(zone):
+            zone.sealed = True
+
+    def finish(self, zone: Zone) -> None:
+        """The zone is FULL on the device; its tail is stranded until the reset."""
+        assert zone.active, f"zone {zone.index}: finished while {zone.state.name}"
+        with self._changing(zone):
+            zone.state, zone.sealed = State.FULL, False
+
+    def reset(self, zone: Zone) -> None:
+        """The zone is EMPTY on the device, and its reset count is one higher."""
+        assert zone.dead, f"zone {zone.index}: reset with live or promised bytes"
+        assert not zone.pins, f"zone {zone.index}: reset while it is being read"
+        with self._changing(zone):
+            zone.state, zone.sealed, zone.kind = State.EMPTY, False, Kind.UNHINTED
+            zone.write_pointer = zone.freed_at = 0
+            zone.epoch += 1
+
+    # Live bytes
+
+    def add_live(self, zone: Zone, gid: int, nbytes: int) -> None:
+        """`nbytes` of what the zone has promised or written belong to generation `gid`."""
+        assert nbytes > 0, f"zone {zone.index}: {nbytes} live bytes added"
+        with self._changing(zone):
+            zone.live[gid] = zone.live.get(gid, 0) + nbytes
+            zone.live_bytes += nbytes
+
+    def drop_live(self, zone: Zone, gid: int, nbytes: int, at: int) -> None:
+        """`nbytes` of generation `gid` died by the journal record with sequence `at`."""
+        with self._changing(zone):
+            self._take(zone, gid, nbytes)
+            zone.live_bytes -= nbytes
+            zone.freed_at = max(zone.freed_at, at)
+
+    def move_live(self, zone: Zone, old: int, new: int, nbytes: int) -> None:
+        """`nbytes` change hands from generation `old` to `new`, in place."""
+        self._take(zone, old, nbytes)
+        zone.live[new] = zone.live.get(new, 0) + nbytes
+
+    @staticmethod
+    def _take(zone: Zone, gid: int, nbytes: int) -> None:
+        left = zone.live.get(gid, 0) - nbytes
+        assert nbytes > 0, f"zone {zone.index}: {nbytes} live bytes taken"
+        assert left >= 0, f"zone {zone.index}: generation {gid} has too few live bytes"
+        if left:
+            zone.live[gid] = left
+        else:
+            del zone.live[gid]
+
+    def pin(self, zone: Zone) -> None:
+        """A reader is inside: no reset."""
+        zone.pins += 1
+
+    def unpin(self, zone: Zone) -> None:
+        zone.pins -= 1
+        assert zone.pins >= 0, f"zone {zone.index}: unpinned more often than pinned"
+
+    # What the device says
+
+    def observe(self, zone: Zone, state: State, write_pointer: int) -> None:
+        """Takes over the device's word on a zone, at mount or after a failed write. Promises that
+        the new state cannot keep must have been cancelled."""
+        with self._changing(zone):
+            zone.state, zone.write_pointer = state, write_pointer
+
+    def restore(self, zone: Zone, kind: Kind, epoch: int) -> None:
+        """What the journal knows of a zone at mount; `observe` and `add_live` tell the rest."""
+        with self._changing(zone):
+            zone.kind, zone.epoch = self.group(kind), epoch
