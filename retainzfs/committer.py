@@ -61,6 +61,7 @@ class Committer:
         self._snapshot_size = 0
         self._snapshot_wanted = False
         self._busy = trio.Lock()
+        self._closed = False
 
     # Queueing
 
@@ -99,19 +100,20 @@ class Committer:
             raise self.failed
 
     async def run(self) -> None:
-        """Serve rounds for ever; cancel to stop."""
-        while self.failed is None:
+        """Serve rounds until `close` or a failure."""
+        while self.failed is None and not self._closed:
             with trio.move_on_after(METADATA_INTERVAL_S):
                 await self._wake.wait()
             self._wake = trio.Event()
             try:
-                with trio.CancelScope(shield=True):
-                    await self._turn()
+                await self._turn()
             except errors.RetainzError as error:
                 self.fail(error)
 
     async def _turn(self) -> None:
         async with self._busy:
+            if self._closed:
+                return
             await self._round()
             if self.journal.due or self._snapshot_wanted or self._snapshot is not None:
                 await self._advance_snapshot()
@@ -131,10 +133,12 @@ class Committer:
                 await self._commit(wanted)
         except errors.RetainzError as error:
             self.fail(error)
-            raise
-        finally:
             for _, done in waiting:
                 done.set()
+            raise
+        # Not in a finally: an error that is none of ours must not wake anybody as if all were well.
+        for _, done in waiting:
+            done.set()
 
     def _wanted(self, waiting: list[tuple[list[Inode], trio.Event]]) -> list[Inode]:
         old = self.clock_s() - DATA_INTERVAL_S
@@ -261,3 +265,5 @@ class Committer:
             await self._round()
             await self.journal.append(BatchKind.CLEAN, b"", self.clock_s())
             await self.journal.flush()
+            self._closed = True
+            self._wake.set()

@@ -139,15 +139,14 @@ class Core:
             nursery.start_soon(volume._serve)
             await volume.reclaim.reset_dead()
             yield volume
-            with trio.CancelScope(shield=True):
-                if volume.failed is None:
-                    await volume.committer.close()
-            nursery.cancel_scope.cancel()
+            if volume.failed is None:
+                await volume.committer.close()
 
     async def _serve(self) -> None:
         await self.committer.run()
-        log.error("the filesystem stops: %s", self.failed)
-        self.failure_event.set()
+        if self.failed is not None:
+            log.error("the filesystem stops: %s", self.failed)
+            self.failure_event.set()
 
     @property
     def failed(self) -> errors.RetainzError | None:

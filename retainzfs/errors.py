@@ -120,3 +120,9 @@ class MountError(RetainzError):
     """{}: {}"""
 
     errno = errno.EINVAL
+
+
+class MountBusy(RetainzError):
+    """{}: busy, used by {}. Nothing was changed."""
+
+    errno = errno.EBUSY

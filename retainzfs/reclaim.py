@@ -57,16 +57,18 @@ class Reclaim:
         async with self._resetting:
             zones = self.table.resettable(self.committer.durable_round)
             for zone in zones:
-                self.table.seal(zone)
-            if not zones:
-                return 0
-            await self.device.reset([zone.index for zone in zones])
-            for zone in zones:
-                self.table.reset(zone)
-                self.committer.log(layout.ZoneRecord(zone.index, zone.epoch))
-            self.resets += len(zones)
-        self.lanes.changed()
+                self.table.seal(zone)  # nobody is offered its tail while it is being reset
+            if zones:
+                await self._reset(zones)
         return len(zones)
+
+    async def _reset(self, zones: list[Zone]) -> None:
+        await self.device.reset([zone.index for zone in zones])
+        for zone in zones:
+            self.table.reset(zone)
+            self.committer.log(layout.ZoneRecord(zone.index, zone.epoch))
+        self.resets += len(zones)
+        self.lanes.changed()
 
     async def make_room(self, kind: Kind, nbytes: int) -> None:
         """Return when `nbytes` may be staged for a kind of zone. Raises NoSpace.
@@ -92,7 +94,7 @@ class Reclaim:
         async with self._collecting:
             await self.committer.commit()
             await self.reset_dead()
-            for _ in range(len(self.table)):
+            for _ in range(len(self.table.zones)):
                 victim = self._victim()
                 if victim is None or victim.live_bytes > victim.capacity // 2:
                     break
@@ -127,14 +129,19 @@ class Reclaim:
         gain = victim.capacity - victim.live_bytes
         if gain < 2 * BLOCK or not self._has_destination(victim):
             return False
-        self.table.seal(victim)
+        if victim.active:
+            self.table.seal(victim)  # its own tail is no destination
         lane = self.lanes.lane(COPIES - victim.kind, victim.kind, copies=True)
         moved = await self._move_all(victim, lane)
         self.collections += 1
         await self.committer.commit(moved)
-        await self.reset_dead()
-        if victim.active and not victim.dead:
+        async with self._resetting:
+            durable = victim.freed_at <= self.committer.durable_round
+            if victim.dead and durable and not victim.pins:
+                await self._reset([victim])
+        if victim.active:
             await self.lanes.finish(victim)
+        await self.reset_dead()
         return bool(moved)
 
     def _has_destination(self, victim: Zone) -> bool:

@@ -210,6 +210,15 @@ def test_the_cheapest_finish_makes_room() -> None:
     assert one_step(Request(CAPACITY, 20.0), view(*zones, slots=1)).finish is None
 
 
+def test_a_finish_is_part_of_the_price_of_a_fresh_zone() -> None:
+    """Filling the tail costs (48 - 40) / 40 a block, a whole fresh zone nothing, and finishing the
+    zone 0.5 * 80 / 64."""
+    zone, request = partial(1, 40, 12.0), Request(CAPACITY, 14.0)
+    assert policy("retainz").plan(request, view(zone, slots=1)).steps == [Step(None, CAPACITY)]
+    plan = policy("retainz").plan(request, view(zone, slots=0))
+    assert plan.steps == [Step(1, 40 * BLOCK), Step(None, 24 * BLOCK)]
+
+
 def test_a_filled_tail_frees_its_slot() -> None:
     zones = [partial(1, 16, 20.0), partial(2, 10, 60.0)]
     plan = policy("retainz").plan(Request(CAPACITY, 20.0), view(*zones, slots=0))

@@ -225,7 +225,8 @@ def test_lowest_empty_zone_first_also_after_a_reset() -> None:
     first, second = filled(table, Kind.FINITE, 8), filled(table, Kind.FINITE, 8)
     assert (first.index, second.index) == (1, 2)
     assert first.state is State.FULL
-    table.drop_live(first, 1, CAPACITY, 7)
+    table.drop_live(first, 1, BLOCK, 7)
+    table.drop_live(first, 1, CAPACITY - BLOCK, 5)
     assert table.resettable(6) == []
     assert table.resettable(7) == [first]
     table.reset(first)
@@ -267,6 +268,7 @@ def test_finite_gives_back_what_it_borrowed() -> None:
         filled(table, kind, 1)
     assert table.slots(Kind.SCRATCH) == 0
     assert table.crowded_by(Kind.SCRATCH) is Kind.CACHE
+    assert table.crowded_by(Kind.FINITE) is Kind.FINITE, "its share is used up"
     assert len(table.partial(Kind.FINITE)) == 3
 
 
@@ -280,6 +282,47 @@ def test_a_dead_zone_gives_its_slot_for_nothing() -> None:
     assert to_finish(table, Kind.FINITE, float, 0.0) is zones[4]
     table.finish(zones[4])
     assert table.acquire(Kind.FINITE) is not None
+
+
+def test_collection_has_a_ledger_of_its_own() -> None:
+    table = make()
+    for _ in range(6):
+        filled(table, Kind.FINITE, 4)
+    zone = filled(table, Kind.COLLECTION, 4)
+    assert table.acquire(Kind.COLLECTION) is None
+    assert to_finish(table, Kind.COLLECTION, float, 0.0) is zone
+    table.drop_live(zone, 1, 4 * BLOCK, 1)
+    assert table.spare(Kind.FINITE) is None
+    assert to_finish(table, Kind.COLLECTION, float, 0.0) is zone
+
+
+def test_the_last_empty_zone_is_for_collection() -> None:
+    table = make(count=4)
+    filled(table, Kind.FINITE, 8)
+    with pytest.raises(NoSpace):
+        table.acquire(Kind.FINITE)
+    assert table.acquire(Kind.COLLECTION) is table[2]
+    with pytest.raises(NoSpace):
+        table.acquire(Kind.COLLECTION)
+
+
+def test_a_sealed_zone_promises_nothing_and_keeps_its_promises() -> None:
+    table = make()
+    zone = filled(table, Kind.FINITE, 2)
+    table.reserve(zone, BLOCK)
+    table.seal(zone)
+    assert (zone.tail, table.partial(Kind.FINITE), table.slots(Kind.FINITE)) == (0, [], 6)
+    table.written(zone, BLOCK)
+    table.finish(zone)
+    assert table.totals.stranded == 5 * BLOCK
+
+
+def test_a_zone_finished_before_any_write_can_be_reset() -> None:
+    table = make()
+    zone = table.acquire(Kind.FINITE)
+    assert zone is not None
+    table.finish(zone)
+    assert table.resettable(0) == [zone]
 
 
 def test_a_zone_full_of_promises_waits_for_its_writes() -> None:

@@ -91,9 +91,8 @@ def users(fd: int, path: str) -> str | None:
     """Who uses the target, as far as the kernel tells: a mount, swap, a loop device; or None."""
     status = os.fstat(fd)
     real = os.path.realpath(path)
-    if stat.S_ISBLK(status.st_mode):
-        if (user := _device_user(_sysfs(status))) is not None:
-            return user
+    if stat.S_ISBLK(status.st_mode) and (user := _device_user(_sysfs(status))) is not None:
+        return user
     for line in Path("/proc/swaps").read_text().splitlines()[1:]:
         if _unescaped(line.split()[0]) == real:
             return "active swap space"

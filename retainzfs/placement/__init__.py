@@ -84,7 +84,8 @@ class Policy(Protocol):
 class Draft:
     """A plan in the making, and what is left of the view once its steps are carried out.
 
-    Only the last step of a plan can leave a tail, so zones are whole, as in the view, or gone.
+    Only the last step of a plan can leave a tail. So zones are whole, as in the view, or gone, and
+    a fresh zone, filled up, gives back the slot that it took.
     """
 
     def __init__(self, request: Request, view: View) -> None:
@@ -115,7 +116,6 @@ class Draft:
         self.steps.append(Step(None, nbytes, loser.index if loser else None))
         self.left -= nbytes
         self.empties -= 1
-        self.slots -= nbytes < self.view.capacity
 
     def loser(self) -> ZoneSummary | None:
         """The zone to finish before a fresh one can be opened, if that is necessary."""

@@ -1,0 +1,149 @@
+"""mkfs, mount, umount, fsck."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import TYPE_CHECKING
+
+from retainzfs import fsck, mkfs, mounting, unmounting
+from retainzfs.cli.output import print_json, size_argument
+from retainzfs.errors import UsageError
+from retainzfs.hints import format_size
+
+if TYPE_CHECKING:
+    from retainzfs.cli.output import Commands
+
+SIZE_HELP = "K, M, G, T are powers of 1024"
+
+
+def add_commands(commands: Commands) -> None:
+    _add_mkfs(commands)
+    _add_mount(commands)
+    command = commands.add_parser(
+        "umount",
+        help="unmount, and wait until everything is written",
+        description="Unmount, and wait until everything is on the target. Says who uses it if busy.",
+    )
+    command.add_argument("directory", metavar="DIR")
+    command.set_defaults(run=_umount)
+    command = commands.add_parser(
+        "fsck",
+        help="check an unmounted target",
+        description="Check the structure of an unmounted target; nothing is changed. Exit code 3"
+        " when there is damage.",
+    )
+    command.add_argument("target", metavar="TARGET")
+    command.add_argument(
+        "--scrub", action="store_true", help="read everything and verify every checksum"
+    )
+    command.add_argument("--json", action="store_true", help="print what was found as JSON")
+    command.set_defaults(run=_fsck)
+
+
+def _add_mkfs(commands: Commands) -> None:
+    command = commands.add_parser(
+        "mkfs",
+        help="format a target",
+        description="Format an image or a block device. Refuses what holds data without --force.",
+    )
+    command.add_argument("target", metavar="TARGET")
+    command.add_argument(
+        "--size", type=size_argument, metavar="S", help=f"of a new image; {SIZE_HELP}"
+    )
+    command.add_argument(
+        "--zone-size", type=size_argument, metavar="S", help="default 64M, less on small images"
+    )
+    command.add_argument(
+        "--zone-capacity", type=size_argument, metavar="S", help="default: the zone size"
+    )
+    command.add_argument("--max-open", type=int, metavar="N", help="open zones, 0: no limit")
+    command.add_argument("--max-active", type=int, metavar="N", help="active zones, 0: no limit")
+    command.add_argument(
+        "--preallocate", action="store_true", help="take the image's whole size on its host now"
+    )
+    command.add_argument("--force", action="store_true", help="overwrite what is there")
+    command.set_defaults(run=_mkfs)
+
+
+def _add_mount(commands: Commands) -> None:
+    command = commands.add_parser(
+        "mount",
+        help="mount a target",
+        description="Mount a target; returns when the mount answers, with a daemon behind it.",
+    )
+    command.add_argument("target", metavar="TARGET")
+    command.add_argument("directory", metavar="DIR")
+    command.add_argument(
+        "-o",
+        action="append",
+        default=[],
+        metavar="OPTS",
+        dest="options",
+        help="comma-separated: " + ", ".join(mounting.OWN_OPTIONS) + "; nosuid and the like",
+    )
+    command.add_argument(
+        "--create", action="store_true", help="make and format the image if it is missing"
+    )
+    command.add_argument(
+        "--size", type=size_argument, metavar="S", help=f"of the image that --create makes; {SIZE_HELP}"
+    )
+    command.add_argument("--foreground", action="store_true", help="stay, and log to the terminal")
+    command.add_argument("--log", metavar="FILE", help="where the daemon logs")
+    command.add_argument("--verbose", action="store_true", help="log more")
+    command.set_defaults(run=_mount)
+
+
+def _mkfs(given: argparse.Namespace) -> int:
+    geometry = mkfs.make(
+        given.target,
+        size=given.size,
+        zone_size=given.zone_size,
+        zone_capacity=given.zone_capacity,
+        max_open=given.max_open,
+        max_active=given.max_active,
+        force=given.force,
+        preallocate=given.preallocate,
+    )
+    print(
+        f"{given.target}: {geometry.zone_count} zones of {format_size(geometry.zone_size)},"
+        f" {format_size(geometry.zone_capacity)} usable each;"
+        f" {geometry.max_open or 'any number'} open,"
+        f" {geometry.max_active or 'any number'} active at most"
+    )
+    return 0
+
+
+def _mount(given: argparse.Namespace) -> int:
+    if given.create and given.size is None:
+        raise UsageError("--create needs the --size of the image that it makes")
+    if given.size is not None and not given.create:
+        raise UsageError("--size is for --create; an existing target has its size")
+    mount = mounting.Mount(
+        mounting.absolute(given.target),
+        given.directory,
+        mounting.parse_options(given.options),
+        create_size=given.size,
+        log_file=given.log,
+        verbose=given.verbose,
+    )
+    if given.foreground:
+        return mounting.mount_foreground(mount)
+    mounting.mount_daemon(mount)
+    return 0
+
+
+def _umount(given: argparse.Namespace) -> int:
+    unmounting.umount(given.directory)
+    return 0
+
+
+def _fsck(given: argparse.Namespace) -> int:
+    report = fsck.check(given.target, scrub=given.scrub)
+    if given.json:
+        print_json(report.as_dict())
+    else:
+        for finding in report.findings:
+            print(f"{given.target}: {finding}")
+        print(f"{given.target}: {report.summary()}", file=sys.stderr)
+    return 3 if report.damaged else 0

@@ -1,0 +1,70 @@
+"""Formatting: zones, an empty volume in them, and a root directory that belongs to who made it."""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+
+import trio
+
+from retainzfs.device import Device, Geometry, create_target
+from retainzfs.errors import RetainzError, UsageError
+from retainzfs.volume import ROOT, Options, Volume
+
+MEMORY = "mem:"
+
+
+def make(
+    target: str,
+    *,
+    size: int | None = None,
+    zone_size: int | None = None,
+    zone_capacity: int | None = None,
+    max_open: int | None = None,
+    max_active: int | None = None,
+    force: bool = False,
+    preallocate: bool = False,
+) -> Geometry:
+    """Format a target; sizes in bytes, None is the default. Return the zones that it got.
+
+    Raises what `device.create_target` does, and leaves no new image behind then.
+    """
+    if target.startswith(MEMORY):
+        raise UsageError(f"{target}: memory needs no format; mount it")
+    missing = not os.path.lexists(target)
+    if missing and size is None:
+        raise UsageError(f"{target}: no such target; give --size S to make an image there")
+    device = create_target(
+        target,
+        size=size,
+        zone_size=zone_size,
+        zone_capacity=zone_capacity,
+        max_open=max_open,
+        max_active=max_active,
+        force=force,
+        preallocate=preallocate,
+    )
+    try:
+        trio.run(_format_new, device)
+    except RetainzError:
+        if missing:
+            os.unlink(target)
+        raise
+    return device.geometry
+
+
+async def _format_new(device: Device) -> None:
+    try:
+        await device.start()
+        await format_started(device)
+    finally:
+        await device.aclose()
+
+
+async def format_started(device: Device) -> None:
+    """Write an empty volume to a started device. Its root belongs to the user who does this."""
+    await Volume.format(device, uuid=uuid.uuid4().bytes, now_ns=time.time_ns())
+    if os.geteuid() != 0:
+        async with Volume.mounted(device, Options()) as volume:
+            await volume.setattr(ROOT, uid=os.geteuid(), gid=os.getegid())

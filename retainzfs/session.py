@@ -1,0 +1,158 @@
+"""What runs behind a mount: device, volume and FUSE from the first answer to the clean end.
+
+Invariants
+- The mount appears only when the volume is recovered, and goes before the volume ends: unmounting
+  happens while requests are still answered.
+- After a mistake in this program the mount stays, dead (ENOTCONN), until somebody unmounts it. Were
+  it taken away, programs would go on and write to the bare directory below.
+- A failure of the device is no such mistake: the volume refuses writes from then on and reads go on.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyfuse3
+import trio
+
+from retainzfs import mkfs, mounts, unmounting
+from retainzfs.control import Control
+from retainzfs.device import Device, open_target
+from retainzfs.errors import MountBusy, MountError, RetainzError
+from retainzfs.fs import Filesystem
+from retainzfs.volume import Options, Volume
+
+log = logging.getLogger(__name__)
+
+READ_AHEAD_KIB = 1024  # cold reads twice as fast as with the kernel's 128
+# After SIGTERM a busy mount is detached, and who still uses it gets so long (the shutdown of a
+# machine waits about 90 s before it kills).
+GRACE_S = 5.0
+
+
+@dataclass(frozen=True)
+class Setup:
+    """`directory` is absolute; `fuse` are options for libfuse, `settings` what config.toml shows."""
+
+    target: str
+    directory: str
+    options: Options
+    fuse: frozenset[str]
+    settings: Mapping[str, str | int | float | bool]
+
+
+async def serve(setup: Setup, ready: Callable[[], None]) -> None:
+    """Mount and serve until the mount is gone; `ready` is called when it answers.
+
+    Raises RetainzError when the mount could not be made or the last commit failed. Any other
+    exception is a mistake, with the mount dead and still there.
+    """
+    device = open_target(setup.target)
+    try:
+        await device.start()
+        if setup.target.startswith(mkfs.MEMORY):
+            await mkfs.format_started(device)
+        refused = await _serve_device(device, setup, ready)
+    finally:
+        await device.aclose()
+    if refused is not None:
+        raise refused
+
+
+async def _serve_device(
+    device: Device, setup: Setup, ready: Callable[[], None]
+) -> MountError | None:
+    """Return why there was no mount: leaving the volume by an exception would not end it cleanly."""
+    async with Volume.mounted(device, setup.options) as volume:
+        fs = Filesystem(volume, Control(volume, setup.settings), os.geteuid())
+        try:
+            _mount(fs, setup)
+        except MountError as error:
+            return error
+        try:
+            await _serve_mount(fs, setup, ready)
+        finally:
+            pyfuse3.close(unmount=False)
+    return None
+
+
+def _mount(fs: Filesystem, setup: Setup) -> None:
+    with _captured_stderr() as said:
+        try:
+            pyfuse3.init(fs, setup.directory, set(setup.fuse))
+        except RuntimeError as error:
+            raise MountError(setup.directory, f"cannot mount: {said() or error}") from error
+
+
+async def _serve_mount(fs: Filesystem, setup: Setup, ready: Callable[[], None]) -> None:
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(_leave_on_signals, setup.directory)
+        nursery.start_soon(_report, fs, setup.directory, ready)
+        await pyfuse3.main()
+        nursery.cancel_scope.cancel()
+    log.info("%s: unmounted", setup.directory)
+
+
+async def _report(fs: Filesystem, directory: str, ready: Callable[[], None]) -> None:
+    await fs.started.wait()
+    _raise_read_ahead(directory)
+    log.info("%s: mounted %s", directory, fs.volume.device.name)
+    ready()
+
+
+def _raise_read_ahead(directory: str) -> None:
+    mount = mounts.find_mount(directory)
+    try:
+        if mount is not None:
+            path = Path("/sys/class/bdi", mount.device, "read_ahead_kb")
+            path.write_text(f"{READ_AHEAD_KIB}\n")
+    except OSError as error:
+        log.debug("%s: read-ahead stays as it is: %s", directory, error)
+
+
+async def _leave_on_signals(directory: str) -> None:
+    """Unmount on SIGTERM and SIGINT; `pyfuse3.main` returns when the kernel has let go."""
+    with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+        async for number in signals:
+            log.info("%s: unmounting (%s)", directory, signal.Signals(number).name)
+            try:
+                await trio.to_thread.run_sync(unmounting.detach, directory)
+            except MountBusy as error:
+                log.warning("%s", error)
+                if number == signal.SIGTERM:
+                    await _leave_anyway(directory)
+            except RetainzError as error:
+                log.warning("%s", error)
+
+
+async def _leave_anyway(directory: str) -> None:
+    """The machine goes down: detach the mount from the tree, and do not wait for its users long."""
+    log.warning("%s: detaching it; its users have %g s to finish", directory, GRACE_S)
+    await trio.to_thread.run_sync(lambda: unmounting.detach(directory, lazy=True))
+    await trio.sleep(GRACE_S)
+    pyfuse3.terminate()
+
+
+@contextmanager
+def _captured_stderr() -> Iterator[Callable[[], str]]:
+    """libfuse and fusermount3 say on standard error why they refuse; let the caller have it."""
+    with tempfile.TemporaryFile() as file:
+        saved = os.dup(2)
+        os.dup2(file.fileno(), 2)
+
+        def said() -> str:
+            file.seek(0)
+            return " ".join(file.read().decode(errors="replace").split())
+
+        try:
+            yield said
+        finally:
+            os.dup2(saved, 2)
+            os.close(saved)

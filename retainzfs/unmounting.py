@@ -1,0 +1,82 @@
+"""Unmounting: let the kernel go, wait until the daemon has written everything out."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import select
+import subprocess
+from pathlib import Path
+
+from retainzfs import mounts
+from retainzfs.errors import MountBusy, MountError
+
+log = logging.getLogger(__name__)
+
+
+def detach(directory: str, *, lazy: bool = False) -> None:
+    """Unmount in the kernel only. With `lazy` it disappears even while it is used.
+
+    Raises MountBusy with the processes that use it, or MountError.
+    """
+    if os.geteuid() == 0:
+        # Neither helpers (this may be one) nor a look at the directory (it may be dead).
+        command = ["umount", "--internal-only", "--no-canonicalize"]
+        command += ["--lazy"] if lazy else []
+    else:
+        command = ["fusermount3", "-u", *(["-z"] if lazy else [])]
+    environment = {**os.environ, "LC_ALL": "C"}
+    try:
+        done = subprocess.run(
+            [*command, os.path.realpath(directory)],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    except FileNotFoundError as error:
+        raise MountError(directory, f"{command[0]} is not installed") from error
+    if done.returncode == 0:
+        return
+    if "busy" not in done.stderr:
+        raise MountError(directory, f"cannot unmount: {done.stderr.strip()}")
+    users = mounts.users(directory)
+    shown = [str(user) for user in users[: mounts.USERS_SHOWN]]
+    if len(users) > mounts.USERS_SHOWN:
+        shown.append(f"and {len(users) - mounts.USERS_SHOWN} more")
+    raise MountBusy(directory, "; ".join(shown) or "a process that you may not look at")
+
+
+def umount(directory: str) -> None:
+    """Unmount and return when everything is on the target and the daemon has ended.
+
+    A dead mount is taken away too. Raises MountBusy or MountError.
+    """
+    mount = mounts.find_mount(directory)
+    if mount is None or mount.fstype != mounts.FSTYPE:
+        raise MountError(directory, "no retainzfs is mounted there")
+    daemon = _daemon(directory)
+    try:
+        detach(directory)
+        if daemon >= 0:
+            _wait(daemon)
+    finally:
+        if daemon >= 0:
+            os.close(daemon)
+
+
+def _daemon(directory: str) -> int:
+    """Return a descriptor of the daemon's process (pidfd_open(2)), -1 if there is none."""
+    try:
+        told = json.loads(Path(directory, ".retainz/stats.json").read_bytes())
+        return os.pidfd_open(told["pid"])
+    except (OSError, ValueError) as error:
+        log.debug("%s: no daemon to wait for: %s", directory, error)
+        return -1
+
+
+def _wait(daemon: int) -> None:
+    poll = select.poll()
+    poll.register(daemon, select.POLLIN)
+    poll.poll()

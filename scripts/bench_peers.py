@@ -1,0 +1,150 @@
+#!/usr/bin/env python3
+"""Two small pyfuse3 filesystems to compare with; each a flat directory of files.
+
+bench_peers.py null DIR               takes writes past the page cache and forgets the bytes:
+                                      what FUSE through pyfuse3 can reach at all
+bench_peers.py naive DIR BACKING      what a first attempt looks like: page cache, and each
+                                      write passed on to a file of the directory BACKING
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pyfuse3
+import trio
+from pyfuse3 import EntryAttributes, FileInfo, FUSEError, RequestContext, SetattrFields
+
+BLOCK_SIZE = 1 << 20
+
+
+class Null(pyfuse3.Operations):
+    """Files have a name and a size, no bytes."""
+
+    direct_io = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: dict[bytes, int] = {}
+        self.sizes: dict[int, int] = {}
+        self.next_inode = pyfuse3.ROOT_INODE + 1
+
+    def _attributes(self, inode: int) -> EntryAttributes:
+        entry = EntryAttributes()
+        entry.st_ino = inode
+        entry.st_mode = (
+            stat.S_IFDIR | 0o755 if inode == pyfuse3.ROOT_INODE else stat.S_IFREG | 0o644
+        )
+        entry.st_nlink = 1
+        entry.st_uid, entry.st_gid = os.getuid(), os.getgid()
+        entry.st_size = self.sizes.get(inode, 0)
+        entry.st_blksize = BLOCK_SIZE
+        entry.st_atime_ns = entry.st_mtime_ns = entry.st_ctime_ns = time.time_ns()
+        return entry
+
+    async def lookup(self, parent: int, name: bytes, ctx: RequestContext) -> EntryAttributes:
+        if name not in self.names:
+            raise FUSEError(errno.ENOENT)
+        return self._attributes(self.names[name])
+
+    async def getattr(self, inode: int, ctx: RequestContext) -> EntryAttributes:
+        return self._attributes(inode)
+
+    async def setattr(
+        self,
+        inode: int,
+        attr: EntryAttributes,
+        fields: SetattrFields,
+        fh: int | None,
+        ctx: RequestContext,
+    ) -> EntryAttributes:
+        if fields.update_size:
+            self.sizes[inode] = attr.st_size
+        return self._attributes(inode)
+
+    async def create(
+        self, parent: int, name: bytes, mode: int, flags: int, ctx: RequestContext
+    ) -> tuple[FileInfo, EntryAttributes]:
+        inode = self.next_inode
+        self.next_inode += 1
+        self.names[name] = inode
+        self.sizes[inode] = 0
+        return FileInfo(fh=inode, direct_io=self.direct_io), self._attributes(inode)
+
+    async def unlink(self, parent: int, name: bytes, ctx: RequestContext) -> None:
+        del self.sizes[self.names.pop(name)]
+
+    async def write(self, fh: int, offset: int, data: bytes) -> int:
+        self.sizes[fh] = max(self.sizes[fh], offset + len(data))
+        return len(data)
+
+    async def flush(self, fh: int) -> None:
+        pass
+
+    async def fsync(self, fh: int, datasync: bool) -> None:
+        pass
+
+    async def release(self, fh: int) -> None:
+        pass
+
+    async def forget(self, inode_list: Sequence[tuple[int, int]]) -> None:
+        pass
+
+
+class Naive(Null):
+    """Each write goes through the kernel's page cache and on to a file, in the handler."""
+
+    direct_io = False
+
+    def __init__(self, backing: Path) -> None:
+        super().__init__()
+        self.backing = backing
+        self.descriptors: dict[int, int] = {}
+
+    async def create(
+        self, parent: int, name: bytes, mode: int, flags: int, ctx: RequestContext
+    ) -> tuple[FileInfo, EntryAttributes]:
+        info, entry = await super().create(parent, name, mode, flags, ctx)
+        path = self.backing / os.fsdecode(name)
+        self.descriptors[info.fh] = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        return info, entry
+
+    async def unlink(self, parent: int, name: bytes, ctx: RequestContext) -> None:
+        await super().unlink(parent, name, ctx)
+        (self.backing / os.fsdecode(name)).unlink()
+
+    async def write(self, fh: int, offset: int, data: bytes) -> int:
+        await super().write(fh, offset, data)
+        return os.pwrite(self.descriptors[fh], data, offset)
+
+    async def fsync(self, fh: int, datasync: bool) -> None:
+        os.fsync(self.descriptors[fh])
+
+    async def release(self, fh: int) -> None:
+        os.close(self.descriptors.pop(fh))
+
+
+def main(arguments: list[str]) -> int:
+    """Serve until unmounted."""
+    match arguments:
+        case ["null", directory]:
+            peer = Null()
+        case ["naive", directory, backing]:
+            peer = Naive(Path(backing))
+        case _:
+            print(__doc__, file=sys.stderr)
+            return 2
+    pyfuse3.init(peer, directory, {*pyfuse3.default_options, "fsname=bench-peer"})
+    trio.run(pyfuse3.main)
+    pyfuse3.close(unmount=False)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,155 @@
+"""What volume tests share: a volume on an in-memory device, and crashes of that device."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+from retainzfs.device import Geometry, Sums
+from retainzfs.device.memory import MemoryDevice
+from retainzfs.device.rules import ZoneRules, ZoneState
+from retainzfs.volume import ROOT, Options, Volume
+
+FILE = 0o100644
+DIRECTORY = 0o040755
+UUID = bytes(range(16))
+
+
+class Clock:
+    """Time that moves only when told, a little with every look."""
+
+    def __init__(self, start_s: float = 1000.0) -> None:
+        self.time_s = start_s
+
+    def monotonic_s(self) -> float:
+        self.time_s += 1e-6
+        return self.time_s
+
+    def wall_ns(self) -> int:
+        return int(self.monotonic_s() * 1e9)
+
+
+def options(clock: Clock | None = None, **changes: object) -> Options:
+    clock = clock or Clock()
+    return Options(wall_ns=clock.wall_ns, monotonic_s=clock.monotonic_s, **changes)  # type: ignore[arg-type]
+
+
+def small_device(
+    zones: int = 48, zone_size: int = 256 << 10, max_active: int = 14, max_open: int = 8
+) -> MemoryDevice:
+    return MemoryDevice(Geometry(zone_size, zone_size, zones, max_open, max_active))
+
+
+async def formatted(device: MemoryDevice) -> MemoryDevice:
+    await device.start()
+    await Volume.format(device, uuid=UUID, now_ns=1)
+    return device
+
+
+@asynccontextmanager
+async def mounted(device: MemoryDevice, **changes: object) -> AsyncIterator[Volume]:
+    async with Volume.mounted(device, options(**changes)) as volume:
+        yield volume
+
+
+async def put(volume: Volume, parent: int, name: bytes, data: bytes, piece: int = 1 << 20) -> int:
+    """Create a file and write it; return its inode number."""
+    inode = await volume.make(parent, name, FILE, 0, 0)
+    volume.open(inode.ino)
+    for at in range(0, len(data), piece):
+        await volume.write(inode.ino, at, data[at : at + piece])
+    await volume.flush(inode.ino)
+    volume.close(inode.ino)
+    return inode.ino
+
+
+async def content(volume: Volume, ino: int) -> bytes:
+    return bytes(await volume.read(ino, 0, volume.inode(ino).size + 1))
+
+
+async def tree(volume: Volume, ino: int = ROOT, base: bytes = b"") -> dict[bytes, bytes | None]:
+    """Return path → content, None for a directory."""
+    out: dict[bytes, bytes | None] = {}
+    for name, child in volume.entries(ino):
+        path = base + b"/" + name
+        if volume.inode(child).is_dir:
+            out[path] = None
+            out.update(await tree(volume, child, path))
+        else:
+            out[path] = await content(volume, child)
+    return out
+
+
+class CrashingDevice(MemoryDevice):
+    """Cuts power at one operation and keeps what could come back: of each zone the flushed state,
+    or a later one with some of its unflushed blocks torn."""
+
+    def __init__(self, geometry: Geometry, cut_at: int | None = None) -> None:
+        super().__init__(geometry)
+        self.operations = 0
+        self.cut_at = cut_at
+        self._flushed: dict[int, tuple[ZoneState, bytes]] = {}
+        self._touched: set[int] = set(range(geometry.zone_count))
+        self._keep()
+
+    def _keep(self) -> None:
+        for zone in self._touched:
+            state = copy.copy(self.rules.states[zone])
+            self._flushed[zone] = (state, bytes(self._zones.get(zone, b"")))
+        self._touched.clear()
+
+    def _step(self, *zones: int) -> None:
+        self.operations += 1
+        if self.cut_at is not None and self.operations >= self.cut_at:
+            raise PowerCut
+        self._touched.update(zones)
+
+    async def append(
+        self, zone: int, offset: int, data: memoryview, header: bytes = b""
+    ) -> Sums:
+        self._step(zone)
+        return await super().append(zone, offset, data, header)
+
+    async def flush(self) -> None:
+        self._step()
+        await super().flush()
+        self._keep()
+
+    async def reset(self, zones: Sequence[int]) -> None:
+        self._step(*zones)
+        await super().reset(zones)
+
+    async def finish(self, zone: int) -> None:
+        self._step(zone)
+        await super().finish(zone)
+
+    def after_cut(self, rng: random.Random) -> MemoryDevice:
+        """Return the device as it comes back."""
+        states = []
+        contents: dict[int, bytearray] = {}
+        for zone in range(self.geometry.zone_count):
+            state, data = self._flushed[zone]
+            if zone in self._touched and rng.random() < 0.6:
+                now = self.rules.states[zone]
+                stable = state.pointer if now.resets == state.resets else 0
+                state, data = now, self._torn(rng, zone, stable)
+            states.append(copy.copy(state))
+            contents[zone] = bytearray(data)
+        device = MemoryDevice(self.geometry)
+        device.rules = ZoneRules("mem", self.geometry, states)
+        device._zones = contents
+        return device
+
+    def _torn(self, rng: random.Random, zone: int, stable: int) -> bytes:
+        data = bytearray(self._zones.get(zone, b""))
+        share = rng.choice((0.0, 0.3, 1.0))
+        for block in range(stable, len(data), 4096):
+            if rng.random() < share:
+                data[block : block + 4096] = bytes(4096)
+        return bytes(data)
+
+
+class PowerCut(BaseException):
+    """The device stopped answering."""

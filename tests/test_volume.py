@@ -1,0 +1,87 @@
+"""The volume on an in-memory device: what it stores comes back, also after a power cut."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from retainzfs.volume import ROOT, Volume
+from tests import model as m
+from tests.helpers import (
+    CrashingDevice,
+    PowerCut,
+    content,
+    formatted,
+    mounted,
+    options,
+    small_device,
+    tree,
+)
+
+pytestmark = pytest.mark.volume
+
+
+async def check_tree(volume: Volume, files: dict[bytes, bytearray]) -> None:
+    found = {p.lstrip(b"/"): d for p, d in (await tree(volume)).items() if d is not None}
+    assert sorted(found) == sorted(files), "the names differ"
+    for path, data in files.items():
+        assert found[path] == bytes(data), f"{path!r} differs"
+
+
+@pytest.mark.parametrize("seed", range(8))
+async def test_random_operations_survive_remounts(seed: int) -> None:
+    rng = random.Random(seed)
+    device = await formatted(small_device(zones=64))
+    model = m.Model()
+    async with mounted(device) as volume:
+        await m.prepare(volume)
+    for _ in range(4):
+        async with mounted(device) as volume:
+            await check_tree(volume, model.files)
+            for _ in range(60):
+                await m.step(volume, model, rng)
+            await check_tree(volume, model.files)
+    async with mounted(device) as volume:
+        await check_tree(volume, model.files)
+
+
+async def run_until_cut(device: CrashingDevice, model: m.Model, seed: int, steps: int) -> bool:
+    """Return whether the power was cut before the steps were done."""
+    rng = random.Random(seed)
+    try:
+        async with Volume.mounted(device, options()) as volume:
+            await m.prepare(volume)
+            for _ in range(steps):
+                await m.step(volume, model, rng)
+    except BaseExceptionGroup as group:
+        if group.split(PowerCut)[1] is not None:
+            raise
+        return True
+    return False
+
+
+@pytest.mark.parametrize("seed", range(40))
+async def test_power_cut_keeps_what_was_acknowledged(seed: int) -> None:
+    rng = random.Random(1000 + seed)
+    whole = CrashingDevice(small_device(zones=64).geometry)
+    await formatted(whole)
+    assert not await run_until_cut(whole, m.Model(), seed, 40)
+    for _ in range(6):
+        device = CrashingDevice(whole.geometry)
+        await formatted(device)
+        device.cut_at = rng.randrange(device.operations + 1, whole.operations)
+        model = m.Model()
+        assert await run_until_cut(device, model, seed, 40), "the cut came too late"
+        survivor = device.after_cut(rng)
+        await survivor.start()
+        async with mounted(survivor) as volume:
+            for path, data in model.durable.items():
+                ino = volume.lookup(*await m.split(volume, path)).ino
+                assert await content(volume, ino) == data, f"{path!r} lost bytes"
+            await tree(volume)  # everything that is there reads without an error
+            ino = (await volume.make(ROOT, b"after", 0o100644, 0, 0)).ino
+            await volume.write(ino, 0, b"x" * 100_000)
+            await volume.fsync(ino)
+        async with mounted(survivor) as volume:
+            assert await content(volume, volume.lookup(ROOT, b"after").ino) == b"x" * 100_000
