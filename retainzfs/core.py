@@ -105,6 +105,7 @@ class Core:
         self.stream = Stream(
             device, self.lanes, self.namespace, self.uuid, nursery, pool=options.pool
         )
+        self.lanes.staged = self.stream.staged
         self.committer = Committer(
             device, self.journal, self.namespace, self.stream, self.now_s, self._now_durable
         )

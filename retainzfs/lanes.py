@@ -98,7 +98,7 @@ class Lanes:
         self.now_s = now_s
         self.unit_s = unit_s
         self.lanes: dict[int, Lane] = {}
-        self.staged: dict[Kind, int] = dict.fromkeys(Kind, 0)  # bytes staged without a promise
+        self.staged: Callable[[], dict[Kind, int]] = dict  # bytes without a promise, by kind
         self.plans = 0
         self._planning_ns = 0
         self._lock = trio.Lock()
@@ -135,10 +135,11 @@ class Lanes:
         group = table.group(kind)
         capacity = table.capacity - table.capacity // RUN_BLOCKS_MAX - BLOCK
         fresh = table.empty_available
-        if fresh > len(DATA_KINDS) + (sum(self.staged.values()) + nbytes) // capacity:
+        waiting = self.staged()
+        if fresh > len(DATA_KINDS) + (sum(waiting.values()) + nbytes) // capacity:
             return True
         for other in {table.group(k) for k in DATA_KINDS}:
-            staged = sum(n for k, n in self.staged.items() if table.group(k) is other)
+            staged = sum(n for k, n in waiting.items() if table.group(k) is other)
             if other is group:
                 staged += nbytes
             if staged:

@@ -42,7 +42,7 @@ class FSError(RetainzError):
 class Run:
     """Blocks that are appended to a zone in one piece."""
 
-    __slots__ = ("buffer", "epoch", "failed", "length", "owners", "start", "sums", "zone")
+    __slots__ = ("buffer", "epoch", "failed", "held", "length", "owners", "start", "sums", "zone")
 
     def __init__(self, zone: int, epoch: int, start: int, length: int, sums: bytes) -> None:
         self.zone = zone  # -1 until the run has its place
@@ -51,6 +51,7 @@ class Run:
         self.length = length  # data blocks
         self.sums = sums
         self.owners: dict[int, int] = {}
+        self.held = 0  # blocks that extents hold, the sum of the owners
         self.buffer: memoryview | None = None  # the bytes, until they are on the device
         self.failed = False  # the device refused the bytes everywhere
 
@@ -436,12 +437,14 @@ class Namespace:
 
     def _gain(self, inode: Inode, run: Run, count: int) -> None:
         run.owners[inode.ino] = run.owners.get(inode.ino, 0) + count
+        run.held += count
         if self.ledger is not None:
             self.ledger.gain(inode, run, count)
 
     def _lose(self, inode: Inode, run: Run, count: int) -> None:
         left = run.owners[inode.ino] - count
         assert left >= 0, "an inode gives back no more of a run than it holds"
+        run.held -= count
         if left:
             run.owners[inode.ino] = left
         else:

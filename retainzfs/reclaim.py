@@ -16,7 +16,7 @@ import trio
 from retainzfs import errors, layout
 from retainzfs.committer import Committer
 from retainzfs.device import Device
-from retainzfs.lanes import Lane, Lanes
+from retainzfs.lanes import Lane, Lanes, stored
 from retainzfs.layout import BLOCK
 from retainzfs.namespace import Extent, Inode, Namespace
 from retainzfs.placement import FINISH_HORIZON
@@ -26,6 +26,7 @@ from retainzfs.zones import Kind, State, Zone
 log = logging.getLogger(__name__)
 
 SMALL = 8 * BLOCK  # keeps the score of a nearly dead zone finite
+GAIN_LEAST = 4 * BLOCK  # copying a zone for less would run in circles over trailers
 COPIES = -1000  # lane keys of collection, below those of the kinds
 
 
@@ -81,12 +82,18 @@ class Reclaim:
                     await self.committer.commit()
                     if await self.reset_dead():
                         continue
-                if not await self._collect_one():
+                if self._hopeless(nbytes) or not await self._collect_one():
                     if self.lanes.fits(kind, nbytes):
                         return
                     raise errors.NoSpace(
                         f"{nbytes} bytes wanted; delete files, or wait for generations to retire"
                     )
+
+    def _hopeless(self, nbytes: int) -> bool:
+        """Whether copying everything that can be copied would still not make room."""
+        gains = sum(max(0, self._gain(zone)) for zone in self._candidates())
+        waiting = sum(self.stream.staged().values())
+        return self._usable() + gains < waiting + nbytes + self.table.capacity
 
     async def collect(self) -> dict[str, int]:
         """Reclaim now: reset what is dead, then copy while that frees whole zones."""
@@ -111,26 +118,30 @@ class Reclaim:
             span = max(min(retire - now, horizon), self.lanes.unit_s())
             return (zone.capacity - zone.live_bytes) * span / (zone.live_bytes + SMALL)
 
-        zones = [
+        zones = [zone for zone in self._candidates() if self._gain(zone) >= GAIN_LEAST]
+        return max(zones, key=lambda z: (score(z), -z.index), default=None)
+
+    def _candidates(self) -> list[Zone]:
+        return [
             zone
             for zone in self.table.zones
             if zone.kind not in (Kind.METADATA, Kind.COLLECTION)
             and zone.state in (State.FULL, State.CLOSED, State.OPEN)
             and not zone.reserved
-            and 0 < zone.live_bytes < zone.write_pointer
+            and zone.live_bytes
         ]
-        return max(zones, key=lambda z: (score(z), -z.index), default=None)
 
     async def _collect_one(self) -> bool:
         """Empty the best victim; False when there is none that gains space."""
         victim = self._victim()
         if victim is None:
             return False
-        gain = victim.capacity - victim.live_bytes
-        if gain < 2 * BLOCK or not self._has_destination(victim):
+        if not self._has_destination(victim):
             return False
+        before = self._usable()
         if victim.active:
             self.table.seal(victim)  # its own tail is no destination
+        kind = victim.kind
         lane = self.lanes.lane(COPIES - victim.kind, victim.kind, copies=True)
         moved = await self._move_all(victim, lane)
         self.collections += 1
@@ -142,7 +153,24 @@ class Reclaim:
         if victim.active:
             await self.lanes.finish(victim)
         await self.reset_dead()
-        return bool(moved)
+        self._adopt(kind)
+        return self._usable() > before
+
+    @staticmethod
+    def _gain(zone: Zone) -> int:
+        """Bytes won by moving the zone's live bytes elsewhere, trailers included."""
+        return zone.capacity - zone.tail - stored(zone.live_bytes)
+
+    def _usable(self) -> int:
+        """Bytes that writers or the next collection can use as they are."""
+        totals = self.table.totals
+        return totals.free + totals.tail
+
+    def _adopt(self, kind: Kind) -> None:
+        """Let data fill what collection left of its zone, if the ledger has a slot for it."""
+        for zone in self.table.active(Kind.COLLECTION):
+            if zone.tail and not zone.reserved and self.table.slots(kind):
+                self.table.adopt(zone, kind)
 
     def _has_destination(self, victim: Zone) -> bool:
         room = sum(z.tail for z in self.table.active(Kind.COLLECTION))

@@ -78,6 +78,7 @@ class Stream:
         self.slots_left = max(4, pool // SLOT)
         self._free: list[memoryview] = []
         self._open: OrderedDict[int, OpenRun] = OrderedDict()  # id(run) → open run, oldest first
+        self._sealed: list[OpenRun] = []  # not yet wholly on the device
         self._slot_free = trio.Event()
         self._events: dict[int, trio.Event] = {}  # id(run) → set when it is on the device
         self._sums: OrderedDict[tuple[int, int, int], bytes] = OrderedDict()
@@ -90,6 +91,14 @@ class Stream:
             inode.stage = Stage()
         assert isinstance(inode.stage, Stage), "only the stream sets an inode's stage"
         return inode.stage
+
+    def staged(self) -> dict[Kind, int]:
+        """Return the bytes, by kind of zone, that have no place on the device yet."""
+        staged: dict[Kind, int] = {}
+        for opened in (*self._open.values(), *self._sealed):
+            if opened.run.zone < 0:
+                staged[opened.kind] = staged.get(opened.kind, 0) + opened.run.held * BLOCK
+        return staged
 
     # Reading
 
@@ -303,7 +312,6 @@ class Stream:
             opened.slot[first * BLOCK : (first + n) * BLOCK] = data[at : at + n * BLOCK]
             run.length += n
             start = block + at // BLOCK
-            self.lanes.staged[opened.kind] += n * BLOCK
             self.namespace.map(inode, Extent(start, n, run, first), keep=True)
             self._dirty(inode, start, start + n)
             at += n * BLOCK
@@ -372,11 +380,13 @@ class Stream:
                 if stage.open is opened:
                     stage.open = None
         if not run.owners:
-            self.lanes.staged[opened.kind] -= run.length * BLOCK
             self._release(opened)
             return
+        if run.held < run.length:
+            self._compact(run)
         run.buffer = opened.slot[: run.length * BLOCK]
         lane = opened.lane
+        self._sealed.append(opened)
         lane.queue.append(opened)
         if not lane.working:
             lane.working = True
@@ -394,14 +404,16 @@ class Stream:
                 opened = lane.queue.popleft()
                 rest: Run | None = opened.run
                 while rest is not None:
+                    opened.run = rest
                     rest = await self._place(rest, opened)
+                self._sealed.remove(opened)
                 self._release(opened)
         finally:
             lane.working = False
 
     async def _place(self, run: Run, opened: OpenRun) -> Run | None:
         """Append the run, or as much as the zone takes; return what is left of it."""
-        lane, staged = opened.lane, self.lanes.staged
+        lane = opened.lane
         error: errors.RetainzError | None = None
         for _ in range(ATTEMPTS):
             try:
@@ -411,7 +423,6 @@ class Stream:
                 break
             rest = self._split(run, place.blocks) if place.blocks < run.length else None
             self._assign(run, place)
-            staged[opened.kind] -= run.length * BLOCK
             try:
                 await self._append(run, place)
             except errors.RetainzError as failure:
@@ -419,7 +430,6 @@ class Stream:
                 self.write_errors += 1
                 lane.zone = None
                 await self._distrust(run, place)
-                staged[opened.kind] += run.length * BLOCK
                 if rest is not None:
                     self._join(run, rest)
                 continue
@@ -431,7 +441,6 @@ class Stream:
             inode = self.namespace.inodes.get(ino)
             if inode is not None:
                 inode.error = error
-        staged[opened.kind] -= run.length * BLOCK
         self._finished(run)
         return None
 
@@ -520,7 +529,26 @@ class Stream:
                 for e in inode.extents
             ]
             run.owners[ino] = run.owners.get(ino, 0) + rest.owners[ino]
+        run.held += rest.held
         run.length += rest.length
+
+    def _compact(self, run: Run) -> None:
+        """Squeeze out the blocks that no extent holds any more; they are not worth writing."""
+        assert run.buffer is not None, "only staged runs are compacted"
+        held: list[tuple[int, Inode, int]] = []  # first block in the run, inode, index of extent
+        for ino in run.owners:
+            inode = self.namespace.inodes[ino]
+            held += [(e.first, inode, i) for i, e in enumerate(inode.extents) if e.run is run]
+        at = 0
+        for first, inode, i in sorted(held, key=lambda item: item[0]):
+            extent = inode.extents[i]
+            if first > at:
+                data = bytes(run.buffer[first * BLOCK : (first + extent.count) * BLOCK])
+                run.buffer[at * BLOCK : (at + extent.count) * BLOCK] = data
+                inode.extents[i] = extent._replace(first=at)
+            at += extent.count
+        assert at == run.held, "the extents of a run's owners hold what the run counts"
+        run.length = at
 
     def _repoint(self, run: Run, rest: Run, cut: int) -> None:
         for ino in list(run.owners):
@@ -536,6 +564,8 @@ class Stream:
                 moved = extent.part(edge, extent.end)
                 extents.append(Extent(edge, moved.count, rest, moved.first - cut))
                 run.owners[ino] -= moved.count
+                run.held -= moved.count
+                rest.held += moved.count
                 rest.owners[ino] = rest.owners.get(ino, 0) + moved.count
             if not run.owners[ino]:
                 del run.owners[ino]

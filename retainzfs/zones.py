@@ -385,6 +385,13 @@ class ZoneTable:
         with self._changing(zone):
             zone.state, zone.sealed = State.EMPTY, False
 
+    def adopt(self, zone: Zone, kind: Kind) -> None:
+        """A zone that collection filled in part goes on as a zone of its bytes' kind."""
+        assert zone.kind is Kind.COLLECTION, f"zone {zone.index}: adopted from {zone.kind.name}"
+        assert zone.active, f"zone {zone.index}: adopted while {zone.state.name}"
+        with self._changing(zone):
+            zone.kind = self.group(kind)
+
     def reserve(self, zone: Zone, nbytes: int) -> None:
         """Promises `nbytes` of the zone's tail to appends that will follow."""
         assert 0 < nbytes <= zone.tail, f"zone {zone.index}: {nbytes} of {zone.tail} promised"

@@ -160,6 +160,8 @@ class TestEveryDevice:
         for zone in (0, 1, 2, 3):
             await device.append(zone, 0, random_blocks(1))
         await device.append(0, BLOCK, random_blocks(1))
+        await device.append(3, BLOCK, random_blocks(1))
+        assert {condition(device, zone) for zone in range(4)} == {Condition.IMPLICIT_OPEN}
         await device.append(4, 0, random_blocks(1))
         assert device.statistics()["open"] == 4
         assert [condition(device, zone) for zone in (0, 1)] == [

@@ -337,6 +337,7 @@ async def test_flushes_that_wait_share_one(
         running.append(fd)
         first_runs.set()
         await go_on.wait()
+        await device.append(1 + len(running), 0, random_blocks(1))
         await real(engine, fd)
 
     monkeypatch.setattr(AsyncEngine, "flush", held)
@@ -350,10 +351,20 @@ async def test_flushes_that_wait_share_one(
         await trio.testing.wait_all_tasks_blocked()
         go_on.set()
     assert len(running) == 2
-    await device.flush()  # nothing has changed
-    assert len(running) == 2
+    monkeypatch.undo()
     await device.aclose()
-    assert pointers(Path(device.name))[:2] == [BLOCK, BLOCK]
+    assert pointers(Path(device.name))[:4] == [BLOCK, BLOCK, BLOCK, 0]
+
+
+async def test_a_flush_of_nothing_costs_nothing(
+    device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await device.append(0, 0, random_blocks(1))
+    await device.flush()
+    monkeypatch.delattr(AsyncEngine, "flush")
+    await device.read(0, 0, BLOCK)
+    await device.flush()
+    assert device.statistics()["flushes"] == 1
 
 
 async def test_changed_bytes_are_found(device: EmulatedDevice, image: Path) -> None:

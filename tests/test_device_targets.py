@@ -205,9 +205,10 @@ async def test_formatting_again_empties(tmp_path: Path) -> None:
     path = tmp_path / "image"
     formatted(path).close()
     async with started(path) as device:
-        for zone in range(4):
+        for zone in range(16):
             await device.append(zone, 0, random_blocks(64))
         await device.flush()
+    assert used(path) >= 5 * MIB
     with pytest.raises(TargetHoldsData, match="a retainzfs filesystem"):
         create(path)
     create(path, force=True)

@@ -100,7 +100,6 @@ class EmulatedDevice:
         if zone in self._discarding:
             await self._discarding[zone].wait()
         self.rules.begin_append(zone, offset, length)
-        self._reset.discard(zone)  # too late to give its space back
         try:
             sums = await io.append(self._fd, self._address(zone, offset), data, header)
         except OSError as error:
