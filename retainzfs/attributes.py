@@ -53,7 +53,7 @@ def _computed(volume: Volume, inode: Inode, name: str) -> bytes | None:
             return json.dumps(zones).encode()
         case "extents":
             return json.dumps(
-                [[e.block, e.count, e.run.zone, e.run.start + e.first] for e in inode.extents]
+                [[e.block, e.blocks, e.run.zone, e.run.start + e.first] for e in inode.extents]
             ).encode()
         case "generation" if record is not None:
             return str(record.number).encode()

@@ -1,4 +1,4 @@
-"""The parts of a volume, how they are put together, and its life from recovery to the last batch."""
+"""The parts of a volume, how they are put together, and its life up to the last batch."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Accounts:
             run = extent.run
             if run.zone >= 0 and not run.failed:
                 zone = self.table[run.zone]
-                nbytes = extent.count * BLOCK
+                nbytes = extent.blocks * BLOCK
                 self.table.move_live(zone, inode.generation, generation, nbytes)
 
 

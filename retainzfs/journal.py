@@ -26,6 +26,7 @@ from retainzfs.layout import BLOCK, BatchHeader, BatchKind, Superblock
 METADATA_ZONES_MIN = 4  # two for the newest snapshot and its log, two for the one being written
 METADATA_SHARE = 100  # one zone in so many holds metadata
 BATCH_MAX = 1 << 20  # records of one batch, bytes; bounds the memory and the time of one append
+OF_SNAPSHOT = (BatchKind.SNAPSHOT_BEGIN, BatchKind.SNAPSHOT, BatchKind.SNAPSHOT_END)
 READ_CHUNK = 1 << 20  # bytes read at a time while replaying
 
 
@@ -102,7 +103,7 @@ class Journal:
             self.snapshot_begun = sequence
         header = BatchHeader(
             kind, len(payload), self.superblock.uuid, self.epoch, sequence, self.durable,
-            self.snapshot_begun if BatchKind.SNAPSHOT_BEGIN <= kind <= BatchKind.SNAPSHOT_END else 0,
+            self.snapshot_begun if kind in OF_SNAPSHOT else 0,
             clock_s,
         )  # fmt: skip
         data = layout.encode_batch(header, payload)
@@ -297,7 +298,7 @@ async def _read_zone(
             if batch.header.durable >= expected:
                 raise errors.Damaged(
                     device.name,
-                    f"metadata zone {zone}, byte {end}: batch {expected} is broken, and was durable",
+                    f"metadata zone {zone}, byte {end}: batch {expected} is broken, was durable",
                 )
             lost += size
         else:
@@ -347,7 +348,7 @@ def _select(name: str, replay: Replay, batches: list[Batch], begins: dict[int, i
 
 
 def records(batches: list[Batch], name: str) -> Iterator[tuple[int, layout.Record]]:
-    """Yield (sequence, record). Raises Damaged for bytes that passed their checksum and are none."""
+    """Yield (sequence, record). Raises Damaged for sound bytes that are no record."""
     for batch in batches:
         try:
             for record in layout.decode(batch.payload):

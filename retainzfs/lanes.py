@@ -68,7 +68,9 @@ def fit(tail_blocks: int, want: int) -> int:
     """Return how many of `want` data blocks fit, with the trailer block that longer runs have."""
     if want + (want > INLINE_SUMS_MAX) <= tail_blocks:
         return want
-    return tail_blocks - 1 if tail_blocks - 1 > INLINE_SUMS_MAX else min(tail_blocks, INLINE_SUMS_MAX)
+    return (
+        tail_blocks - 1 if tail_blocks - 1 > INLINE_SUMS_MAX else min(tail_blocks, INLINE_SUMS_MAX)
+    )
 
 
 def stored(nbytes: int) -> int:

@@ -72,7 +72,7 @@ class Superblock(NamedTuple):
             raise errors.NewerFormat(name, f"format version {version}")
         if incompatible & ~INCOMPATIBLE_KNOWN:
             raise errors.NewerFormat(name, f"feature flags {incompatible:#x}")
-        return cls(*rest, incompatible=incompatible, compatible=compatible, version=version)
+        return cls._make((*rest, incompatible, compatible, version))
 
 
 _SUPERBLOCK = struct.Struct("<8sIII16sQQIIQQQ")
@@ -169,7 +169,7 @@ class MapRecord(NamedTuple):
 
     ino: int
     block: int
-    count: int
+    blocks: int
     first: int
     zone: int
     epoch: int  # resets of the zone so far; another count means that the run is gone
@@ -255,7 +255,7 @@ _GENERATION = struct.Struct("<BQQQdddQbQB")
 _COUNTERS = struct.Struct("<BQQQ")
 
 
-def encode(record: Record) -> bytes:  # noqa: PLR0911, C901, PLR0912 - one branch a record type
+def encode(record: Record) -> bytes:
     match record:
         case InodeRecord():
             return _INODE.pack(1, *record)
@@ -311,7 +311,7 @@ def _content(r: _Reader) -> Record:
 
 def _map(r: _Reader) -> Record:
     *head, n = r.fields(_MAP)
-    return MapRecord(*head, r.bytes(n))
+    return MapRecord._make((*head, r.bytes(n)))
 
 
 def _link(r: _Reader) -> Record:
@@ -336,7 +336,7 @@ def _xattr_removed(r: _Reader) -> Record:
 
 def _generation(r: _Reader) -> Record:
     *head, n = r.fields(_GENERATION)
-    return GenerationRecord(*head, r.bytes(n))
+    return GenerationRecord._make((*head, r.bytes(n)))
 
 
 _DECODERS: dict[int, Callable[[_Reader], Record]] = {

@@ -65,16 +65,16 @@ class Run:
 
 
 class Extent(NamedTuple):
-    """Blocks [block, block + count) of a file are blocks [first, first + count) of `run`."""
+    """Blocks [block, block + blocks) of a file are blocks [first, first + blocks) of `run`."""
 
     block: int
-    count: int
+    blocks: int
     run: Run
     first: int
 
     @property
     def end(self) -> int:
-        return self.block + self.count
+        return self.block + self.blocks
 
     def part(self, start: int, end: int) -> Extent:
         assert self.block <= start < end <= self.end, "an extent is cut inside its bounds"
@@ -130,7 +130,7 @@ class Inode:
 
     @property
     def blocks(self) -> int:
-        return sum(e.count for e in self.extents)
+        return sum(e.blocks for e in self.extents)
 
     def find(self, block: int) -> int:
         """Return the index of the first extent that ends behind `block`."""
@@ -296,10 +296,10 @@ class Namespace:
         inode = self._known(record.ino)
         if inode is None:
             return
-        if not record.first + record.count <= record.length <= layout.RUN_BLOCKS_MAX:
+        if not record.first + record.blocks <= record.length <= layout.RUN_BLOCKS_MAX:
             raise ValueError(f"an extent of inode {record.ino} leaves its run")
         run = self.run(record.zone, record.epoch, record.start, record.length, record.sums)
-        self.map(inode, Extent(record.block, record.count, run, record.first))
+        self.map(inode, Extent(record.block, record.blocks, run, record.first))
 
     def _free(self, record: layout.FreeRecord) -> None:
         inode = self._known(record.ino)
@@ -384,12 +384,12 @@ class Namespace:
             last is not None
             and last.run is extent.run
             and last.end == extent.block
-            and last.first + last.count == extent.first
+            and last.first + last.blocks == extent.first
         ):
-            extents[at - 1] = last._replace(count=last.count + extent.count)
+            extents[at - 1] = last._replace(blocks=last.blocks + extent.blocks)
         else:
             extents.insert(at, extent)
-        self._gain(inode, extent.run, extent.count)
+        self._gain(inode, extent.run, extent.blocks)
 
     def drop(self, inode: Inode, start: int, end: int, *, keep: bool = False) -> None:
         """Let nothing hold blocks [start, end) of the file."""
@@ -412,7 +412,7 @@ class Namespace:
         for extent in dropped:
             kept = list(outside(extent, spans)) if keep else []
             inode.shadow += kept
-            lost = extent.count - sum(e.count for e in kept)
+            lost = extent.blocks - sum(e.blocks for e in kept)
             if lost:
                 self._lose(inode, extent.run, lost)
 
@@ -432,7 +432,7 @@ class Namespace:
     def drop_shadow(self, inode: Inode) -> None:
         """The journal is about to forget what `dirty` blocks were."""
         for extent in inode.shadow:
-            self._lose(inode, extent.run, extent.count)
+            self._lose(inode, extent.run, extent.blocks)
         inode.shadow = []
 
     def _gain(self, inode: Inode, run: Run, count: int) -> None:
@@ -525,6 +525,6 @@ def map_record(ino: int, extent: Extent) -> layout.MapRecord:
     run = extent.run
     assert run.buffer is None, "the journal names no run that is not on the device"
     return layout.MapRecord(
-        ino, extent.block, extent.count, extent.first, run.zone, run.epoch, run.start, run.length,
+        ino, extent.block, extent.blocks, extent.first, run.zone, run.epoch, run.start, run.length,
         run.sums,
     )  # fmt: skip

@@ -193,7 +193,7 @@ class Reclaim:
     async def _move(self, inode: Inode, extent: Extent, lane: Lane) -> None:
         try:
             if await self.stream.rewrite(inode, extent, lane):
-                self.copied += extent.count * BLOCK
+                self.copied += extent.blocks * BLOCK
                 self.committer.touch(inode)
         except errors.RetainzError as error:
             # Damaged bytes stay where they are: their file answers EIO, the others move on.

@@ -12,7 +12,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from retainzfs import errors, journal, layout
-from retainzfs.device import Condition, Device
+from retainzfs.device import Condition, Device, ZoneReport
 from retainzfs.layout import BLOCK, BatchKind
 from retainzfs.namespace import ROOT, Inode, Namespace
 from retainzfs.retention import Retention
@@ -156,11 +156,11 @@ def _live(device: Device, namespace: Namespace) -> dict[int, dict[tuple[int, Ino
             key = inode if not inode.generation else sample.setdefault(inode.generation, inode)
             shares = live.setdefault(run.zone, {})
             share = (inode.generation, key)
-            shares[share] = shares.get(share, 0) + extent.count * BLOCK
+            shares[share] = shares.get(share, 0) + extent.blocks * BLOCK
     return live
 
 
-def _present(reports: list, zone: int, end: int) -> bool:  # type: ignore[type-arg]
+def _present(reports: list[ZoneReport], zone: int, end: int) -> bool:
     if zone >= len(reports):
         return False
     report = reports[zone]

@@ -96,7 +96,9 @@ class Retention:
         match = hints.recognise(components)
         if match is None:
             return base
-        return Context(base.policy, base.chain, match, self._stream_of(directory, components, match))
+        return Context(
+            base.policy, base.chain, match, self._stream_of(directory, components, match)
+        )
 
     def _of_directory(self, ino: int) -> Context:
         cached = self._contexts.get(ino)

@@ -112,7 +112,11 @@ class Stream:
         extents = list(inode.spans(first, last))
         if any(e.run.failed for e in extents):
             raise FSError(5, self.namespace.path(inode.ino), "its bytes could not be written")
-        if len(extents) == 1 and extents[0].count == last - first and extents[0].run.buffer is None:
+        if (
+            len(extents) == 1
+            and extents[0].blocks == last - first
+            and extents[0].run.buffer is None
+        ):
             table = self.lanes.table
             zone = table[extents[0].run.zone]
             table.pin(zone)
@@ -136,7 +140,7 @@ class Stream:
             at = (extent.block - first) * BLOCK
             buffer = extent.run.buffer
             if buffer is not None:
-                length = extent.count * BLOCK
+                length = extent.blocks * BLOCK
                 out[at : at + length] = buffer[extent.first * BLOCK :][:length]
             else:
                 stored.append(extent)
@@ -144,7 +148,7 @@ class Stream:
         try:
             for extent in stored:
                 at = (extent.block - first) * BLOCK
-                out[at : at + extent.count * BLOCK] = await self._fetch(inode, extent)
+                out[at : at + extent.blocks * BLOCK] = await self._fetch(inode, extent)
         finally:
             for extent in stored:
                 table.unpin(table[extent.run.zone])
@@ -153,9 +157,9 @@ class Stream:
         run = extent.run
         try:
             sums = await self._checksums(run)
-            wanted = sums[extent.first * 4 : (extent.first + extent.count) * 4]
+            wanted = sums[extent.first * 4 : (extent.first + extent.blocks) * 4]
             at = (run.start + extent.first) * BLOCK
-            return await self.device.read(run.zone, at, extent.count * BLOCK, wanted)
+            return await self.device.read(run.zone, at, extent.blocks * BLOCK, wanted)
         except errors.RetainzError as error:
             self.checksum_errors += isinstance(error, errors.ChecksumError)
             raise FSError(
@@ -461,9 +465,7 @@ class Stream:
             header = layout.trailer_header(run.length, ino, 0, self.uuid)
         async with self.lanes.turn(zone):
             await self.lanes.opened(zone)
-            sums = await self.device.append(
-                zone.index, place.start * BLOCK, run.buffer, header
-            )
+            sums = await self.device.append(zone.index, place.start * BLOCK, run.buffer, header)
             self.lanes.table.written(zone, run.blocks * BLOCK)
         self.lanes.changed()
         self.written += run.blocks * BLOCK
@@ -543,10 +545,10 @@ class Stream:
         for first, inode, i in sorted(held, key=lambda item: item[0]):
             extent = inode.extents[i]
             if first > at:
-                data = bytes(run.buffer[first * BLOCK : (first + extent.count) * BLOCK])
-                run.buffer[at * BLOCK : (at + extent.count) * BLOCK] = data
+                data = bytes(run.buffer[first * BLOCK : (first + extent.blocks) * BLOCK])
+                run.buffer[at * BLOCK : (at + extent.blocks) * BLOCK] = data
                 inode.extents[i] = extent._replace(first=at)
-            at += extent.count
+            at += extent.blocks
         assert at == run.held, "the extents of a run's owners hold what the run counts"
         run.length = at
 
@@ -555,18 +557,18 @@ class Stream:
             inode = self.namespace.inodes[ino]
             extents: list[Extent] = []
             for extent in inode.extents:
-                if extent.run is not run or extent.first + extent.count <= cut:
+                if extent.run is not run or extent.first + extent.blocks <= cut:
                     extents.append(extent)
                     continue
                 edge = extent.block + max(0, cut - extent.first)
                 if edge > extent.block:
                     extents.append(extent.part(extent.block, edge))
                 moved = extent.part(edge, extent.end)
-                extents.append(Extent(edge, moved.count, rest, moved.first - cut))
-                run.owners[ino] -= moved.count
-                run.held -= moved.count
-                rest.held += moved.count
-                rest.owners[ino] = rest.owners.get(ino, 0) + moved.count
+                extents.append(Extent(edge, moved.blocks, rest, moved.first - cut))
+                run.owners[ino] -= moved.blocks
+                run.held -= moved.blocks
+                rest.held += moved.blocks
+                rest.owners[ino] = rest.owners.get(ino, 0) + moved.blocks
             if not run.owners[ino]:
                 del run.owners[ino]
             inode.extents = extents

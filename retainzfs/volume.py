@@ -20,7 +20,6 @@ from __future__ import annotations
 import errno
 import os
 import stat
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,7 +47,7 @@ RELATIME_NS = 24 * 3600 * 10**9
 
 @dataclass(frozen=True, slots=True)
 class StatFs:
-    """Counts in blocks of `block_size` bytes; `free` counts dead bytes too, `available` does not."""
+    """Counts in blocks of `block_size` bytes; `free` has dead bytes in it, `available` not."""
 
     block_size: int
     blocks: int
@@ -180,7 +179,7 @@ class Volume(Names):
         if inode.nlink and self.syncs(inode):
             await self.fsync(ino)
 
-    async def fsync(self, ino: int, datasync: bool = False) -> None:  # noqa: ARG002, FBT001, FBT002
+    async def fsync(self, ino: int, datasync: bool = False) -> None:
         """Return when the inode and its bytes are durable; its name too, as on ext4."""
         inode = self.namespace.inodes.get(ino)
         if inode is None:
@@ -219,9 +218,7 @@ class Volume(Names):
         tail = bytes(await self.stream.read(inode, start, hints.TAIL_BYTES))
         finding = hints.examine(names[-1], inode.size, head, tail)
         generation = inode.generation
-        whole, _ = self.retention.judge(
-            generation, inode, finding, failed=inode.error is not None
-        )
+        whole, _ = self.retention.judge(generation, inode, finding, failed=inode.error is not None)
         if whole:
             self.completed(generation)
         else:

@@ -6,6 +6,7 @@ import copy
 import random
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 from retainzfs.device import Geometry, Sums
 from retainzfs.device.memory import MemoryDevice
@@ -31,9 +32,9 @@ class Clock:
         return int(self.monotonic_s() * 1e9)
 
 
-def options(clock: Clock | None = None, **changes: object) -> Options:
+def options(clock: Clock | None = None, **changes: Any) -> Options:
     clock = clock or Clock()
-    return Options(wall_ns=clock.wall_ns, monotonic_s=clock.monotonic_s, **changes)  # type: ignore[arg-type]
+    return Options(wall_ns=clock.wall_ns, monotonic_s=clock.monotonic_s, **changes)
 
 
 def small_device(
@@ -49,7 +50,7 @@ async def formatted(device: MemoryDevice) -> MemoryDevice:
 
 
 @asynccontextmanager
-async def mounted(device: MemoryDevice, **changes: object) -> AsyncIterator[Volume]:
+async def mounted(device: MemoryDevice, **changes: Any) -> AsyncIterator[Volume]:
     async with Volume.mounted(device, options(**changes)) as volume:
         yield volume
 
@@ -106,9 +107,7 @@ class CrashingDevice(MemoryDevice):
             raise PowerCut
         self._touched.update(zones)
 
-    async def append(
-        self, zone: int, offset: int, data: memoryview, header: bytes = b""
-    ) -> Sums:
+    async def append(self, zone: int, offset: int, data: memoryview, header: bytes = b"") -> Sums:
         self._step(zone)
         return await super().append(zone, offset, data, header)
 

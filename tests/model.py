@@ -141,9 +141,7 @@ async def _exchange(volume: Volume, model: Model, rng: random.Random, path: byte
         return
     model.durable.pop(path, None)
     model.durable.pop(target, None)
-    await volume.rename(
-        *await split(volume, path), *await split(volume, target), RENAME_EXCHANGE
-    )
+    await volume.rename(*await split(volume, path), *await split(volume, target), RENAME_EXCHANGE)
     model.files[target], model.files[path] = model.files[path], model.files[target]
 
 
