@@ -88,7 +88,7 @@ class Core:
         self.journal = recovered.journal
         self.uuid = self.journal.superblock.uuid
         self.rolled_back = recovered.rolled_back
-        self._nursery = nursery
+        self.nursery = nursery
         self._clock_base_s = recovered.clock_s - options.monotonic_s()
         self.retention = Retention(self.namespace, self.now_s)
         self.retention.restore()
@@ -172,7 +172,7 @@ class Core:
 
     def _now_durable(self) -> None:
         if self.table.resettable(self.committer.durable_round):
-            self._nursery.start_soon(self._reset_dead)
+            self.nursery.start_soon(self._reset_dead)
 
     async def _reset_dead(self) -> None:
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import stat
 from collections.abc import Iterator
@@ -15,6 +16,9 @@ from retainzfs.namespace import FSError, Inode
 RENAME_NOREPLACE = 1
 RENAME_EXCHANGE = 2
 LINK_MAX = 65000
+
+
+log = logging.getLogger(__name__)
 
 
 class Names(Core):
@@ -135,6 +139,28 @@ class Names(Core):
             *self._unlinked(inode, now),
         )
 
+    def remove_tree(self, parent: int, name: bytes) -> None:
+        """Remove a name with everything below it, as one operation: a reader, or a crash, finds
+        the whole tree or none of it."""
+        top = self.namespace.child(parent, name)
+        now = self.options.wall_ns()
+        records: list[layout.Record] = [
+            layout.UnlinkRecord(parent, name),
+            self._touched(self.namespace.get(parent), now, links=-int(top.is_dir)),
+        ]
+        names: dict[int, int] = {}
+        for ino in [top.ino, *self._below(top)]:
+            names[ino] = names.get(ino, 0) + 1
+        for ino, count in names.items():
+            inode = self.namespace.get(ino)
+            records += self._unlinked(inode, now, count)
+        self.committer.log(*records)
+
+    def _below(self, inode: Inode) -> Iterator[int]:
+        for ino in (inode.entries or {}).values():
+            yield ino
+            yield from self._below(self.namespace.get(ino))
+
     async def rename(
         self, parent: int, name: bytes, new_parent: int, new_name: bytes, flags: int = 0
     ) -> None:
@@ -254,10 +280,10 @@ class Names(Core):
         record = self.namespace.describe(directory)
         return record._replace(mtime_ns=now_ns, ctime_ns=now_ns, nlink=record.nlink + links)
 
-    def _unlinked(self, inode: Inode, now_ns: int) -> list[layout.Record]:
+    def _unlinked(self, inode: Inode, now_ns: int, names: int = 1) -> list[layout.Record]:
         """Return the records for a name less; the last one takes the bytes along, unless the
         inode is open."""
-        left = 0 if inode.is_dir else inode.nlink - 1
+        left = 0 if inode.is_dir else inode.nlink - names
         record = self.namespace.describe(inode)._replace(nlink=left, ctime_ns=now_ns)
         records: list[layout.Record] = [record]
         if left == 0 and inode.handles == 0:
@@ -322,3 +348,20 @@ class Names(Core):
         if records:
             self.committer.log(*records)
             self.lanes.close(generation)
+            if self.retention.reapable(generation):
+                self.nursery.start_soon(self._reap, generation)
+
+    async def _reap(self, generation: int) -> None:
+        """Delete what the stream keeps no longer, once the generation that retires it is durable.
+
+        With a name of its own in the log (an open file keeps its bytes until it is closed).
+        """
+        await self.committer.commit()
+        for retired in self.retention.reapable(generation):
+            for parent, name in self.retention.names_of(retired):
+                log.info("reaping %s/%s", self.namespace.path(parent), os.fsdecode(name))
+                self.remove_tree(parent, name)
+                await self.reaped(parent, name)
+
+    async def reaped(self, parent: int, name: bytes) -> None:
+        """A name is gone without anybody having asked; whoever caches names overrides this."""

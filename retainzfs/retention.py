@@ -370,9 +370,20 @@ class Retention:
         stream = self.stream(newest.stream)
         records = [self.namespace.generations[g] for g in stream.numbers.values()]
         complete = [r for r in records if r.state in (State.COMPLETE, State.RETIRED)]
-        finite = [r for r in complete if not math.isinf(r.retire)]
-        finite.sort(key=lambda r: -r.order)
-        return [r.generation for r in finite[policy.keep_last :]]
+        complete.sort(key=lambda r: -r.order)
+        beyond = complete[policy.keep_last :]
+        return [r.generation for r in beyond if not math.isinf(r.retire)]
+
+    def names_of(self, generation: int) -> list[tuple[int, bytes]]:
+        """Return (directory, name) of everything that a generation consists of."""
+        record = self.namespace.generations[generation]
+        base = self.namespace.components(record.stream)
+        names = []
+        for name in self.namespace.directory(record.stream):
+            match = hints.recognise([*base, name])
+            if match is not None and match.depth == len(base) and match.number == record.number:
+                names.append((record.stream, name))
+        return names
 
     # For people
 

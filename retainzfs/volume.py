@@ -98,6 +98,7 @@ class Volume(Names):
         capacity = sum(totals)
         free = capacity - totals.live - totals.pending - totals.lost
         usable = self.table.empty_available * self.table.capacity + totals.tail
+        usable -= sum(self.stream.staged().values())
         # Of every run one block in a thousand is a trailer.
         usable -= usable // layout.RUN_BLOCKS_MAX + WRITE_SLACK
         files = len(self.namespace.inodes)

@@ -14,7 +14,8 @@ import fcntl
 import logging
 import os
 import stat
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Sequence
 from functools import partial
 
 import trio
@@ -34,12 +35,7 @@ from retainzfs.device.head import (
 )
 from retainzfs.device.protocol import BLOCK, Condition, Sums, ZoneReport, device_error
 from retainzfs.device.rules import ZoneRules, ZoneState, check_append
-from retainzfs.errors import (
-    ChecksumError,
-    Damaged,
-    ForeignTarget,
-    NewerFormat,
-)
+from retainzfs.errors import ChecksumError, Damaged, ForeignTarget, NewerFormat
 
 log = logging.getLogger(__name__)
 
@@ -58,8 +54,11 @@ class EmulatedDevice:
         self.rules = ZoneRules(name, self.geometry, self._read_pages())
         self._block_device = stat.S_ISBLK(os.fstat(fd).st_mode)
         self._returns_space = not self._header.compatible & PREALLOCATED
-        self._reset: set[int] = set()  # reset since the last flush began
-        self._discarding: dict[int, trio.Event] = {}
+        # A zone's space goes back in three steps: reset, reset durably, being discarded. One at a
+        # time, because the host lets nothing else at the file meanwhile (ext4: 8 ms for 64 MiB).
+        self._reset: set[int] = set()
+        self._to_discard: deque[int] = deque()
+        self._discarding: tuple[int, trio.Event] | None = None
         self._io: AsyncEngine | None = None
         self._flush_lock = trio.Lock()
         self._flush_rounds = 0
@@ -97,8 +96,8 @@ class EmulatedDevice:
     async def append(self, zone: int, offset: int, data: memoryview, header: bytes = b"") -> Sums:
         io = self._writing("append")
         length = check_append(self.name, zone, data, header)
-        if zone in self._discarding:
-            await self._discarding[zone].wait()
+        if self._discarding is not None and self._discarding[0] == zone:
+            await self._discarding[1].wait()
         self.rules.begin_append(zone, offset, length)
         try:
             sums = await io.append(self._fd, self._address(zone, offset), data, header)
@@ -174,31 +173,35 @@ class EmulatedDevice:
         for page in pages.values():
             page.written()
         self._statistics["flushes"] += 1
-        # Not those that somebody has begun to write meanwhile.
-        self._discard(io, [z for z in reset if self.rules.states[z].condition == Condition.EMPTY])
+        self._to_discard.extend(sorted(reset))
+        self._discard(io)
 
-    def _discard(self, io: AsyncEngine, zones: Iterable[int]) -> None:
-        if not self._returns_space:
-            return
-        for zone in sorted(zones):
-            self._discarding[zone] = trio.Event()
-            io.discard(
-                partial(self._discarded, zone),
-                self._fd,
-                self._address(zone, 0),
-                self.geometry.zone_size,
-                device=self._block_device,
-            )
+    def _discard(self, io: AsyncEngine) -> None:
+        """Begin to discard the next zone that nobody has begun to write meanwhile."""
+        while self._to_discard and self._returns_space and self._discarding is None:
+            zone = self._to_discard.popleft()
+            if self.rules.states[zone].condition == Condition.EMPTY:
+                self._discarding = zone, trio.Event()
+                io.discard(
+                    partial(self._discarded, io),
+                    self._fd,
+                    self._address(zone, 0),
+                    self.geometry.zone_size,
+                    device=self._block_device,
+                )
 
-    def _discarded(self, zone: int, error: int) -> None:
-        self._discarding.pop(zone).set()
-        if not error:
-            self._statistics["discarded_bytes"] += self.geometry.zone_size
-        elif self._returns_space:
+    def _discarded(self, io: AsyncEngine, error: int) -> None:
+        assert self._discarding is not None, "a discard that nobody asked for has ended"
+        self._discarding[1].set()
+        self._discarding = None
+        if error:
             # Correct without it, only larger: say so once and go on.
             self._returns_space = False
             level = logging.INFO if error == errno.EOPNOTSUPP else logging.WARNING
             log.log(level, "%s: resets return no space: %s", self.name, os.strerror(error))
+        else:
+            self._statistics["discarded_bytes"] += self.geometry.zone_size
+            self._discard(io)
 
     # --- shared ---------------------------------------------------------------------------------
 

@@ -6,10 +6,10 @@ import os
 import re
 import secrets
 import stat
-import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from retainzfs._zio import Engine
 from retainzfs.device import contents
 from retainzfs.device.emulated import EmulatedDevice
 from retainzfs.device.head import (
@@ -45,8 +45,6 @@ DEFAULT_MAX_OPEN = 8
 MIN_ACTIVE = 6  # journal 2, collection 1, and three kinds of data
 MIN_OPEN = 4
 
-BLKDISCARD = 0x1277
-
 
 def open_target(target: str, *, readonly: bool = False) -> Device:
     """Open a formatted target: an image, a block device, or `mem:SIZE`, which is always new.
@@ -57,7 +55,7 @@ def open_target(target: str, *, readonly: bool = False) -> Device:
     if target.startswith(MEMORY):
         return MemoryDevice(plan_geometry(target, _memory_size(target), headless=True), target)
     fd = _opened(target, readonly=readonly)
-    with _closed_on_error(fd):
+    with _closed_on_error(target, "open", fd):
         return EmulatedDevice(target, fd, readonly=readonly)
 
 
@@ -94,7 +92,7 @@ def create_target(
     if created and size is None:
         raise TargetMissing(target)
     fd = _opened(target, readonly=False, create=created)
-    with _closed_on_error(fd, unlink=target if created else None):
+    with _closed_on_error(target, "format", fd, unlink=created):
         old_size = os.lseek(fd, 0, os.SEEK_END)
         new_size = _new_size(target, fd, old_size, size)
         geometry = plan_geometry(
@@ -109,10 +107,7 @@ def create_target(
             raise TargetHoldsData(target, found)
         flags = PREALLOCATED if preallocate else 0
         header = Header(secrets.token_bytes(16), base_of(geometry.zone_count), geometry, flags)
-        try:
-            _format(fd, header, old_size, new_size)
-        except OSError as error:
-            raise device_error(target, "format", error) from error
+        _format(fd, header, old_size, new_size)
         return EmulatedDevice(target, fd)
 
 
@@ -229,22 +224,13 @@ def _head(header: Header) -> bytes:
 
 def _discard_zones(fd: int, header: Header) -> None:
     """Give back what an earlier use of the target left in the zones, where that is possible."""
+    engine = Engine(1, 1)
     length = header.geometry.zone_count * header.geometry.zone_size
-    try:
-        if stat.S_ISBLK(os.fstat(fd).st_mode):
-            fcntl.ioctl(fd, BLKDISCARD, struct.pack("QQ", header.base, length))
-        else:
-            _punch(fd, header.base, length)
-    except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS):
-            raise
-
-
-def _punch(fd: int, offset: int, length: int) -> None:
-    # Shrinking and growing again is a hole punch that Python can do.
-    size = os.fstat(fd).st_size
-    os.ftruncate(fd, offset)
-    os.ftruncate(fd, size)
+    engine.submit_discard(None, fd, header.base, length, device=stat.S_ISBLK(os.fstat(fd).st_mode))
+    engine.close()
+    [(_, error, _, _)] = engine.completions()
+    if error not in (0, errno.EOPNOTSUPP, errno.ENOSYS):
+        raise OSError(error, os.strerror(error))
 
 
 def _write(fd: int, data: bytes, offset: int) -> None:
@@ -277,7 +263,7 @@ def _opened(target: str, *, readonly: bool, create: bool = False) -> int:
         if error.errno == errno.EBUSY:
             raise TargetBusy(target, _user(target)) from error
         raise device_error(target, "open", error) from error
-    with _closed_on_error(fd):
+    with _closed_on_error(target, "open", fd):
         _claim(target, fd, readonly)
     return fd
 
@@ -303,13 +289,16 @@ def _user(target: str) -> str:
 
 
 @contextmanager
-def _closed_on_error(fd: int, unlink: str | None = None) -> Iterator[None]:
+def _closed_on_error(target: str, what: str, fd: int, *, unlink: bool = False) -> Iterator[None]:
+    """Undo the opening when something fails; the host's errors become DeviceError."""
     try:
         yield
-    except BaseException:
-        if unlink is not None:
-            os.unlink(unlink)
+    except BaseException as error:
+        if unlink:
+            os.unlink(target)
         os.close(fd)
+        if isinstance(error, OSError):
+            raise device_error(target, what, error) from error
         raise
 
 
