@@ -32,7 +32,8 @@ def get(volume: Volume, inode: Inode, name: bytes) -> bytes:
             return computed
     value = (inode.xattrs or {}).get(name)
     if value is None:
-        raise FSError(errno.ENODATA, volume.path(inode.ino))
+        # No path in the message: the kernel asks for security.capability at every chown.
+        raise FSError(errno.ENODATA, name.decode(errors="replace"))
     return value
 
 

@@ -141,12 +141,14 @@ class Committer:
             done.set()
 
     def _wanted(self, waiting: list[tuple[list[Inode], trio.Event]]) -> list[Inode]:
-        old = self.clock_s() - DATA_INTERVAL_S
         inodes = {i.ino: i for group, _ in waiting for i in group if i.ino in self.dirty}
-        for ino, inode in self.dirty.items():
-            if inode.since <= old or ino in self.ordered:
-                inodes[ino] = inode
+        inodes |= {ino: self.dirty[ino] for ino in self.ordered if ino in self.dirty}
         self.ordered.clear()
+        old = self.clock_s() - DATA_INTERVAL_S
+        for ino, inode in self.dirty.items():
+            if inode.since > old:
+                break  # they are in the order in which they became dirty
+            inodes[ino] = inode
         return [inodes[ino] for ino in sorted(inodes)]
 
     async def _commit(self, inodes: list[Inode]) -> None:

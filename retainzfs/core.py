@@ -135,6 +135,10 @@ class Core:
                 log.warning("rolled back %d bytes of unfinished log", recovered.rolled_back)
             for ino in recovered.orphans:
                 volume.discard(volume.namespace.get(ino))
+            for generation in list(volume.namespace.generations):
+                ended = "the mount ended while it was being written"
+                for record in volume.retention.incomplete(generation, ended):
+                    volume.committer.log(record)
             if not recovered.clean:
                 await volume.committer.snapshot()
             nursery.start_soon(volume._serve)

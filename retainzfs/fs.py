@@ -21,6 +21,7 @@ import os
 import stat
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
@@ -35,8 +36,8 @@ from retainzfs.volume import ROOT, FSError, Inode, Volume
 log = logging.getLogger(__name__)
 
 BLOCK_SIZE = 1 << 20  # st_blksize: programs size their buffers by it
-# All changes come through this kernel, so it could keep names and attributes for ever. What it
-# does not see, times that a background deletion changes for one, it shall see soon.
+# All changes but reaping come through this kernel, so it could keep names and attributes for long;
+# more than a second gains nothing, and the times of a reaped directory shall not be stale for long.
 TIMEOUT_S = 1.0
 
 P = ParamSpec("P")
@@ -58,6 +59,18 @@ def answers(handler: Callable[P, Awaitable[R]]) -> Callable[P, Coroutine[Any, An
     return answer
 
 
+class ServedVolume(Volume):
+    """A volume behind a mount; `served` while the kernel's requests are answered."""
+
+    served = False
+
+    async def reaped(self, parent: int, name: bytes) -> None:
+        """The kernel did not ask for this deletion: let it look again."""
+        if self.served:
+            # In a thread, since it waits for requests on the parent that we are answering.
+            await trio.to_thread.run_sync(_expire_name, parent, name, abandon_on_cancel=True)
+
+
 @dataclass(slots=True)
 class File:
     ino: int
@@ -75,7 +88,7 @@ class Filesystem(pyfuse3.Operations):
     """`owner` is the user who mounted and may do what root may; `started` is set when the kernel
     has its first answer."""
 
-    def __init__(self, volume: Volume, controls: control.Control, owner: int) -> None:
+    def __init__(self, volume: ServedVolume, controls: control.Control, owner: int) -> None:
         super().__init__()
         self.volume = volume
         self.control = controls
@@ -232,7 +245,7 @@ class Filesystem(pyfuse3.Operations):
         await self.volume.rmdir(parent, name)
 
     @answers
-    async def rename(  # noqa: PLR0917
+    async def rename(
         self,
         parent: int,
         name: bytes,
@@ -332,7 +345,7 @@ class Filesystem(pyfuse3.Operations):
             return
         file.wrote = False
         # In a thread: the kernel may want to write pages back first, and we have to answer that.
-        await trio.to_thread.run_sync(_invalidate, file.ino)
+        await trio.to_thread.run_sync(_expire_inode, file.ino, abandon_on_cancel=True)
 
     # Directories
 
@@ -425,8 +438,11 @@ def _without_privileges(inode: Inode) -> int | None:
     return mode & ~stat.S_ISGID if mode & stat.S_IXGRP else mode
 
 
-def _invalidate(ino: int) -> None:
-    try:
+def _expire_inode(ino: int) -> None:
+    with suppress(FileNotFoundError):  # the kernel has forgotten it
         pyfuse3.invalidate_inode(ino)
-    except FileNotFoundError:
-        log.debug("the kernel has forgotten inode %d", ino)
+
+
+def _expire_name(parent: int, name: bytes) -> None:
+    with suppress(FileNotFoundError):
+        pyfuse3.invalidate_entry(parent, name)

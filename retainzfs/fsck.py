@@ -1,1 +1,189 @@
+"""Checking a target that is not mounted: does the journal agree with itself and with the zones?
 
+Nothing is written. Damage is what costs bytes or names; a note is what a mount deals with by
+itself, such as the unfinished end of the log after a crash.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import trio
+
+from retainzfs import errors, journal, layout, recovery
+from retainzfs._zio import crc32c
+from retainzfs.device import Condition, Device, ZoneReport, open_target
+from retainzfs.hints import format_size
+from retainzfs.layout import BLOCK, INLINE_SUMS_MAX, RUN_BLOCKS_MAX
+from retainzfs.namespace import Extent, Inode, Namespace, Run
+
+Progress = Callable[[int, int], None]  # bytes done, bytes in all
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    text: str
+    damage: bool = True
+
+    def __str__(self) -> str:
+        return f"{'damage' if self.damage else 'note'}: {self.text}"
+
+
+@dataclass
+class Report:
+    """What a check found. `live` maps zones to the bytes in them that files hold."""
+
+    target: str
+    files: int = 0
+    directories: int = 0
+    live: dict[int, int] = field(default_factory=dict)
+    scrubbed: int | None = None  # bytes whose checksums were verified; None: not asked for
+    findings: list[Finding] = field(default_factory=list)
+
+    @property
+    def damaged(self) -> bool:
+        return any(finding.damage for finding in self.findings)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "damaged": self.damaged}
+
+    def summary(self) -> str:
+        count = sum(finding.damage for finding in self.findings)
+        parts = [
+            f"{self.files} files and {self.directories} directories",
+            f"{format_size(sum(self.live.values()))} in {len(self.live)} zones",
+        ]
+        if self.scrubbed is not None:
+            parts.append(f"{format_size(self.scrubbed)} read and verified")
+        parts.append(f"{count} damages found" if count else "no damage")
+        return ", ".join(parts)
+
+
+def check(target: str, *, scrub: bool = False, progress: Progress | None = None) -> Report:
+    """Check a target; with `scrub` read every byte that files hold and verify its checksum.
+
+    Raises TargetMissing, TargetBusy, ForeignTarget, NewerFormat: then there is nothing to check.
+    """
+    device = open_target(target, readonly=True)
+    report = Report(target)
+    trio.run(_check, device, report, scrub, progress or _silent)
+    return report
+
+
+def _silent(done: int, total: int) -> None:
+    pass
+
+
+async def _check(device: Device, report: Report, scrub: bool, progress: Progress) -> None:
+    try:
+        await device.start()
+        try:
+            recovered = await recovery.recover(device)
+        except errors.Damaged as damage:
+            report.findings.append(Finding(str(damage.args[1])))
+            return
+        namespace = recovered.namespace
+        if not recovered.clean:
+            text = (
+                f"not unmounted cleanly; {recovered.rolled_back} bytes of log will be rolled back"
+            )
+            report.findings.append(Finding(text, damage=False))
+        if recovered.orphans:
+            text = f"{len(recovered.orphans)} files were deleted while open; a mount frees them"
+            report.findings.append(Finding(text, damage=False))
+        report.findings += map(Finding, _structure(device, namespace))
+        report.directories = sum(inode.is_dir for inode in namespace.inodes.values())
+        report.files = len(namespace.inodes) - report.directories
+        live: Counter[int] = Counter()
+        for inode in namespace.inodes.values():
+            for extent in inode.extents:
+                live[extent.run.zone] += extent.blocks * BLOCK
+        report.live = dict(sorted(live.items()))
+        if scrub:
+            await _scrub(device, namespace, report, progress)
+    finally:
+        await device.aclose()
+
+
+def _structure(device: Device, namespace: Namespace) -> Iterator[str]:
+    zones = device.report()
+    first_data = journal.metadata_zones(len(zones))
+    for inode in namespace.inodes.values():
+        yield from _file(namespace, inode)
+    for index, runs in sorted(namespace.runs.items()):
+        if not runs:
+            continue
+        if not first_data <= index < len(zones):
+            yield f"zone {index} holds data and is none of the data zones"
+            continue
+        yield from _zone(namespace, zones[index], list(runs.values()))
+
+
+def _file(namespace: Namespace, inode: Inode) -> Iterator[str]:
+    path = namespace.path(inode.ino)
+    if inode.is_dir and inode.ino != inode.parent and inode.parent not in namespace.inodes:
+        yield f"{path}: its parent directory, inode {inode.parent}, does not exist"
+    if inode.generation and inode.generation not in namespace.generations:
+        yield f"{path}: belongs to generation {inode.generation}, which does not exist"
+    end = -(-inode.size // BLOCK)
+    if inode.extents and inode.extents[-1].end > end:
+        yield f"{path}: holds blocks behind its end of {inode.size} bytes"
+    for one, other in pairwise(inode.extents):
+        if one.end > other.block:
+            yield f"{path}: two extents hold block {other.block}"
+
+
+def _zone(namespace: Namespace, zone: ZoneReport, runs: list[Run]) -> Iterator[str]:
+    epoch = namespace.zone_epochs.get(zone.index, 0)
+    whole = (Condition.FULL, Condition.READ_ONLY, Condition.OFFLINE)
+    end = zone.capacity if zone.condition in whole else zone.write_pointer
+    runs.sort(key=lambda run: run.start)
+    for run in runs:
+        where = f"zone {zone.index}, blocks {run.start} to {run.start + run.blocks}"
+        paths = ", ".join(namespace.path(ino) for ino in run.owners) or "nobody"
+        if run.epoch != epoch:
+            yield f"{where}: written before reset {run.epoch} of {epoch}; belongs to {paths}"
+        if (run.start + run.blocks) * BLOCK > end:
+            yield f"{where}: beyond the write pointer {end // BLOCK}; belongs to {paths}"
+        if run.length > RUN_BLOCKS_MAX:
+            yield f"{where}: a run of {run.length} blocks is too long"
+    if zone.condition is Condition.OFFLINE:
+        yield f"zone {zone.index} is offline; {len(runs)} runs in it are lost"
+    for one, other in pairwise(runs):
+        if one.start + one.blocks > other.start:
+            yield f"zone {zone.index}: the runs at blocks {one.start} and {other.start} overlap"
+
+
+async def _scrub(device: Device, namespace: Namespace, report: Report, progress: Progress) -> None:
+    """Read in the order of the device."""
+    held = [(inode, extent) for inode in namespace.inodes.values() for extent in inode.extents]
+    held.sort(key=lambda pair: (pair[1].run.zone, pair[1].run.start, pair[1].first))
+    total = sum(extent.blocks for _, extent in held) * BLOCK
+    report.scrubbed = done = 0
+    for inode, extent in held:
+        try:
+            await _verify(device, extent)
+            report.scrubbed += extent.blocks * BLOCK
+        except errors.RetainzError as error:
+            span = f"bytes {extent.block * BLOCK} to {extent.end * BLOCK}"
+            report.findings.append(Finding(f"{namespace.path(inode.ino)}: {span}: {error}"))
+        done += extent.blocks * BLOCK
+        progress(done, total)
+
+
+async def _verify(device: Device, extent: Extent) -> None:
+    run = extent.run
+    sums = run.sums
+    if run.length > INLINE_SUMS_MAX:
+        at = (run.start + run.length) * BLOCK
+        trailer = await device.read(run.zone, at, BLOCK)
+        if crc32c(trailer) != int.from_bytes(sums, "little"):
+            raise errors.ChecksumError(device.name, run.zone, at)
+        sums = bytes(trailer[layout.TRAILER_HEADER.size :])
+    wanted = sums[extent.first * 4 : (extent.first + extent.blocks) * 4]
+    at = (run.start + extent.first) * BLOCK
+    await device.read(run.zone, at, extent.blocks * BLOCK, wanted)

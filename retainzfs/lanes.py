@@ -42,7 +42,18 @@ class Hint(NamedTuple):
 class Lane:
     """`key` is a generation (> 0) or a kind of data without one (-kind)."""
 
-    __slots__ = ("copies", "key", "kind", "open", "placed", "queue", "steps", "working", "zone")
+    __slots__ = (
+        "closed",
+        "copies",
+        "key",
+        "kind",
+        "open",
+        "placed",
+        "queue",
+        "steps",
+        "working",
+        "zone",
+    )
 
     def __init__(self, key: int, kind: Kind, *, copies: bool = False) -> None:
         self.key = key
@@ -54,6 +65,7 @@ class Lane:
         self.zone: int | None = None  # the zone being filled
         self.steps: deque[placement.Step] = deque()
         self.placed = 0  # bytes of the lane that have a zone
+        self.closed = False  # its generation is complete
 
 
 class Place(NamedTuple):
@@ -117,9 +129,15 @@ class Lanes:
         """The generation is complete: its claims lapse, what it still stages goes on."""
         lane = self.lanes.get(key)
         if lane is not None:
+            lane.closed = True
             lane.steps.clear()
-            if lane.open is None and not lane.queue and not lane.working:
-                del self.lanes[key]
+            self.drop_idle(lane)
+
+    def drop_idle(self, lane: Lane) -> None:
+        """Forget a closed lane that has nothing more to write."""
+        idle = lane.open is None and not lane.queue and not lane.working
+        if lane.closed and idle and self.lanes.get(lane.key) is lane:
+            del self.lanes[lane.key]
 
     def hint(self, lane: Lane) -> Hint:
         if lane.key > 0:

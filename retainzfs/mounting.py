@@ -106,7 +106,7 @@ def _value(name: str, text: str) -> object:
 
 def check_directory(directory: str) -> None:
     """Raise MountError if nothing can be mounted there."""
-    if (mounted := find_mount(directory)) is not None:
+    if (mounted := find_mount(os.path.realpath(directory))) is not None:
         raise MountError(
             directory,
             f"{mounted.source} is mounted there; 'retainzfs umount {directory}' takes it away",
@@ -207,18 +207,18 @@ def _daemon(mount: Mount, log_file: TextIO, writer: int) -> NoReturn:
 
 def _serve(mount: Mount, ready: Callable[[], None]) -> int:
     """Raises RetainzError; a mistake of this program is logged with its traceback."""
-    options = mount.options
+    options, directory = mount.options, os.path.realpath(mount.directory)
     volume_options = Options(commit=options.commit, policy=options.policy)
     if options.pool is not None:
         volume_options = replace(volume_options, pool=options.pool)
     setup = session.Setup(
         mount.target,
-        os.path.abspath(mount.directory),
+        directory,
         volume_options,
         _fuse_options(mount),
         {
             "target": mount.target,
-            "directory": os.path.abspath(mount.directory),
+            "directory": directory,
             "commit": options.commit,
             "policy": options.policy,
             "pool": volume_options.pool,
@@ -284,7 +284,7 @@ class _HelperParser(argparse.ArgumentParser):
 
 
 def helper(arguments: list[str]) -> int:
-    """The mount(8) helper: `SPEC DIR [-sfnv] [-t TYPE] [-o OPTS]`; returns mount(8)'s exit codes."""
+    """The helper: `SPEC DIR [-sfnv] [-t TYPE] [-o OPTS]`; returns the codes of mount(8)."""
     parser = _HelperParser(prog="mount.retainzfs", add_help=False)
     parser.add_argument("spec")
     parser.add_argument("directory")

@@ -42,10 +42,12 @@ def all_mounts() -> Iterator[MountPoint]:
         )
 
 
-def find_mount(directory: str) -> MountPoint | None:
-    """Return what is mounted on the directory itself, even if it no longer answers."""
-    path = os.path.realpath(directory)
-    found = [mount for mount in all_mounts() if mount.directory == path]
+def find_mount(real_path: str) -> MountPoint | None:
+    """Return what is mounted on a directory, given without symbolic links; touches no filesystem.
+
+    So it serves for a mount that no longer answers, and inside the process that has to answer.
+    """
+    found = [mount for mount in all_mounts() if mount.directory == real_path]
     return found[-1] if found else None
 
 
@@ -60,13 +62,12 @@ def mount_of(path: str) -> MountPoint | None:
     return max(inside, key=lambda m: len(m.directory), default=None)
 
 
-def users(directory: str) -> list[User]:
+def users(real_path: str) -> list[User]:
     """Return the processes with files, maps or directories below a mount, as far as we may look."""
-    root = os.path.realpath(directory)
     found = []
     for process in sorted(Path("/proc").glob("[0-9]*"), key=lambda p: int(p.name)):
-        path = next((p for p in _used(process) if (p + "/").startswith(root + "/")), None)
-        if path is not None and int(process.name) != os.getpid():
+        path = next((p for p in _used(process) if (p + "/").startswith(real_path + "/")), None)
+        if path is not None:
             found.append(User(int(process.name), _name(process), path))
     return found
 

@@ -16,44 +16,13 @@ from retainzfs.namespace import FSError, Inode
 RENAME_NOREPLACE = 1
 RENAME_EXCHANGE = 2
 LINK_MAX = 65000
+TREE_MAX = 256  # names that are removed as one operation; their records fit into any batch
 
 
 log = logging.getLogger(__name__)
 
 
 class Names(Core):
-    # Looking
-
-    def inode(self, ino: int) -> Inode:
-        return self.namespace.get(ino)
-
-    def lookup(self, parent: int, name: bytes) -> Inode:
-        if len(name) > layout.NAME_MAX:
-            raise FSError(errno.ENAMETOOLONG, os.fsdecode(name))
-        if name == b".":
-            return self.namespace.get(parent)
-        if name == b"..":
-            return self.namespace.get(self.namespace.get(parent).parent)
-        ino = self.namespace.directory(parent).get(name)
-        if ino is None:
-            raise FSError(errno.ENOENT, os.fsdecode(name))
-        return self.namespace.get(ino)
-
-    def parent(self, ino: int) -> int:
-        return self.namespace.get(ino).parent
-
-    def path(self, ino: int) -> str:
-        return self.namespace.path(ino)
-
-    def entries(self, ino: int) -> list[tuple[bytes, int]]:
-        """Return the names of a directory, completion markers first.
-
-        `rm -r` deletes in this order; a crash in its middle must not leave what looks complete.
-        """
-        names = list(self.namespace.directory(ino).items())
-        names.sort(key=lambda item: not hints.is_marker(item[0]))
-        return names
-
     # Names
 
     async def make(
@@ -138,18 +107,34 @@ class Names(Core):
             self._touched(self.namespace.get(parent), now, links=-1),
             *self._unlinked(inode, now),
         )
+        self.retention.forget(inode)
+
+    def entries(self, ino: int) -> list[tuple[bytes, int]]:
+        """Return the names of a directory, completion markers first.
+
+        `rm -r` deletes in this order; a crash in its middle must not leave what looks complete.
+        """
+        names = list(self.namespace.directory(ino).items())
+        names.sort(key=lambda item: not hints.is_marker(item[0]))
+        return names
 
     def remove_tree(self, parent: int, name: bytes) -> None:
         """Remove a name with everything below it, as one operation: a reader, or a crash, finds
-        the whole tree or none of it."""
+        the whole tree or none of it. Only of a tree that is too large for one batch parts go
+        first, completion markers before all."""
         top = self.namespace.child(parent, name)
+        below = list(self._below(top))
+        if len(below) > TREE_MAX:
+            for child, _ in self.entries(top.ino):
+                self.remove_tree(top.ino, child)
+            below = []
         now = self.options.wall_ns()
         records: list[layout.Record] = [
             layout.UnlinkRecord(parent, name),
             self._touched(self.namespace.get(parent), now, links=-int(top.is_dir)),
         ]
         names: dict[int, int] = {}
-        for ino in [top.ino, *self._below(top)]:
+        for ino in [top.ino, *below]:
             names[ino] = names.get(ino, 0) + 1
         for ino, count in names.items():
             inode = self.namespace.get(ino)

@@ -58,6 +58,7 @@ class Context:
     chain: tuple[int, ...]  # inodes whose attributes were looked at, nearest first
     match: hints.Match | None
     stream: int  # inode of the stream's directory, 0 without a match
+    names: tuple[bytes, ...]  # of the directories from the root
 
 
 class Retention:
@@ -67,6 +68,7 @@ class Retention:
         self.streams: dict[int, Stream] = {}
         self.members: dict[int, set[int]] = {}  # generation id → inodes
         self.announced: dict[int, int] = {}  # generation id → bytes that ftruncate promised
+        self.reasons: dict[int, str] = {}  # generation id → why it does not count as complete
         self._contexts: dict[int, tuple[int, Context]] = {}
         self._unit: float | None = None
 
@@ -92,13 +94,11 @@ class Retention:
         base = self._of_directory(directory)
         if not name or base.match is not None:
             return base
-        components = [*self.namespace.components(directory), name]
-        match = hints.recognise(components)
+        match = hints.recognise([*base.names, name])
         if match is None:
             return base
-        return Context(
-            base.policy, base.chain, match, self._stream_of(directory, components, match)
-        )
+        stream = self._stream_of(directory, match)
+        return Context(base.policy, base.chain, match, stream, base.names)
 
     def _of_directory(self, ino: int) -> Context:
         cached = self._contexts.get(ino)
@@ -111,8 +111,8 @@ class Retention:
         match = hints.recognise(components) if components else None
         if match is not None and not match.is_directory and match.depth == len(components) - 1:
             match = None  # a directory with the name of a file
-        stream = self._stream_of(ino, components, match) if match is not None else 0
-        context = Context(policy, chain, match, stream)
+        stream = self._stream_of(ino, match) if match is not None else 0
+        context = Context(policy, chain, match, stream, tuple(components))
         self._contexts[ino] = (version, context)
         return context
 
@@ -122,7 +122,7 @@ class Retention:
             ino = self.namespace.get(ino).parent
         yield ROOT
 
-    def _stream_of(self, directory: int, components: list[bytes], match: hints.Match) -> int:
+    def _stream_of(self, directory: int, match: hints.Match) -> int:
         chain = list(self._ancestors(directory))[::-1]  # root first; chain[i] is named by [i - 1]
         return chain[min(match.depth, len(chain) - 1)]
 
@@ -146,6 +146,11 @@ class Retention:
         inode = self.namespace.inodes.get(stream.ino)
         declared = self.policy_of(inode).cadence_s if inode is not None else None
         return declared or hints.learned_cadence(stream.intervals)
+
+    def forget(self, inode: Inode) -> None:
+        """A directory was removed."""
+        self.streams.pop(inode.ino, None)
+        self._contexts.pop(inode.ino, None)
 
     # Membership
 
@@ -217,14 +222,15 @@ class Retention:
             return []
         del self.members[generation]
         self.announced.pop(generation, None)
+        self.reasons.pop(generation, None)
         record = self.namespace.generations.get(generation)
         if record is None:
             return []
         stream = self.streams.get(record.stream)
         if stream is not None and stream.numbers.get(record.number) == generation:
             del stream.numbers[record.number]
-            if not stream.numbers and record.stream not in self.namespace.inodes:
-                del self.streams[record.stream]
+            if record.stream == ino:
+                del self.streams[ino]
         return [record._replace(state=State.DELETED)]
 
     # Completion
@@ -240,12 +246,15 @@ class Retention:
         record = record._replace(state=State.COMPLETE, committed=now, order=order, size=size)
         stream = self.stream(record.stream)
         self._learn(stream, record)
+        self.reasons.pop(generation, None)
         return [record, *self._refreshed(stream, record)]
 
-    def incomplete(self, generation: int) -> list[layout.Record]:
+    def incomplete(self, generation: int, reason: str) -> list[layout.Record]:
+        """Something speaks against the generation being complete: it does not count."""
         record = self.namespace.generations.get(generation)
         if record is None or record.state != State.WRITING:
             return []
+        self.reasons[generation] = reason
         return [record._replace(state=State.INCOMPLETE)]
 
     def _learn(self, stream: Stream, record: layout.GenerationRecord) -> None:
@@ -304,7 +313,7 @@ class Retention:
         match = self._of_directory(directory).match
         if match is None or match.temporary:
             return False
-        at_top = match.depth == len(self.namespace.components(directory)) - 1
+        at_top = match.depth == len(self._of_directory(directory).names) - 1
         return at_top and hints.marker(match.layout, name)
 
     # Retirement
@@ -418,6 +427,7 @@ class Retention:
             "retire_epoch": record.retire if math.isfinite(record.retire) else None,
             "anchor": math.isinf(record.retire),
             "origin": record.origin.decode(errors="replace"),
+            "reason": self.reasons.get(record.generation),
             "zones": sorted(zones),
             "published": None,
         }

@@ -5,7 +5,8 @@ Invariants
   happens while requests are still answered.
 - After a mistake in this program the mount stays, dead (ENOTCONN), until somebody unmounts it. Were
   it taken away, programs would go on and write to the bare directory below.
-- A failure of the device is no such mistake: the volume refuses writes from then on and reads go on.
+- A failure of the device is no such mistake: from then on the volume refuses writes, and reads go
+  on.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ import trio
 from retainzfs import mkfs, mounts, unmounting
 from retainzfs.control import Control
 from retainzfs.device import Device, open_target
-from retainzfs.errors import MountBusy, MountError, RetainzError
-from retainzfs.fs import Filesystem
-from retainzfs.volume import Options, Volume
+from retainzfs.errors import MountBusy, MountError, RetainzError, TargetBusy
+from retainzfs.fs import Filesystem, ServedVolume
+from retainzfs.volume import Options
 
 log = logging.getLogger(__name__)
 
@@ -35,11 +36,16 @@ READ_AHEAD_KIB = 1024  # cold reads twice as fast as with the kernel's 128
 # After SIGTERM a busy mount is detached, and who still uses it gets so long (the shutdown of a
 # machine waits about 90 s before it kills).
 GRACE_S = 5.0
+# umount(8) returns before the daemon has ended, and may be followed by a mount at once.
+PATIENCE_S = 5.0
 
 
 @dataclass(frozen=True)
 class Setup:
-    """`directory` is absolute; `fuse` are options for libfuse, `settings` what config.toml shows."""
+    """What to serve and where.
+
+    `directory` has no symbolic links; `fuse` is for libfuse, `settings` for config.toml.
+    """
 
     target: str
     directory: str
@@ -54,7 +60,7 @@ async def serve(setup: Setup, ready: Callable[[], None]) -> None:
     Raises RetainzError when the mount could not be made or the last commit failed. Any other
     exception is a mistake, with the mount dead and still there.
     """
-    device = open_target(setup.target)
+    device = await _opened(setup.target)
     try:
         await device.start()
         if setup.target.startswith(mkfs.MEMORY):
@@ -66,19 +72,35 @@ async def serve(setup: Setup, ready: Callable[[], None]) -> None:
         raise refused
 
 
+async def _opened(target: str) -> Device:
+    """Open the target, which a daemon whose mount has just gone may still be writing to."""
+    deadline = trio.current_time() + PATIENCE_S
+    while True:
+        try:
+            return open_target(target)
+        except TargetBusy:
+            mounted = any(mount.source == target for mount in mounts.ours())
+            if mounted or trio.current_time() > deadline:
+                raise
+        await trio.sleep(PATIENCE_S / 50)
+
+
 async def _serve_device(
     device: Device, setup: Setup, ready: Callable[[], None]
 ) -> MountError | None:
-    """Return why there was no mount: leaving the volume by an exception would not end it cleanly."""
-    async with Volume.mounted(device, setup.options) as volume:
-        fs = Filesystem(volume, Control(volume, setup.settings), os.geteuid())
-        try:
-            _mount(fs, setup)
-        except MountError as error:
-            return error
-        try:
+    """Return why there was no mount; an exception would not end the volume cleanly."""
+    session = False
+    try:
+        async with ServedVolume.mounted(device, setup.options) as volume:
+            fs = Filesystem(volume, Control(volume, setup.settings), os.geteuid())
+            try:
+                _mount(fs, setup)
+            except MountError as error:
+                return error
+            session = True
             await _serve_mount(fs, setup, ready)
-        finally:
+    finally:
+        if session:
             pyfuse3.close(unmount=False)
     return None
 
@@ -93,9 +115,13 @@ def _mount(fs: Filesystem, setup: Setup) -> None:
 
 async def _serve_mount(fs: Filesystem, setup: Setup, ready: Callable[[], None]) -> None:
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(_leave_on_signals, setup.directory)
+        nursery.start_soon(_leave_on_signals, setup.directory, nursery.cancel_scope)
         nursery.start_soon(_report, fs, setup.directory, ready)
-        await pyfuse3.main()
+        fs.volume.served = True
+        try:
+            await pyfuse3.main()
+        finally:
+            fs.volume.served = False
         nursery.cancel_scope.cancel()
     log.info("%s: unmounted", setup.directory)
 
@@ -117,27 +143,27 @@ def _raise_read_ahead(directory: str) -> None:
         log.debug("%s: read-ahead stays as it is: %s", directory, error)
 
 
-async def _leave_on_signals(directory: str) -> None:
+async def _leave_on_signals(directory: str, serving: trio.CancelScope) -> None:
     """Unmount on SIGTERM and SIGINT; `pyfuse3.main` returns when the kernel has let go."""
     with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
         async for number in signals:
             log.info("%s: unmounting (%s)", directory, signal.Signals(number).name)
             try:
                 await trio.to_thread.run_sync(unmounting.detach, directory)
-            except MountBusy as error:
-                log.warning("%s", error)
-                if number == signal.SIGTERM:
-                    await _leave_anyway(directory)
             except RetainzError as error:
                 log.warning("%s", error)
+                if number == signal.SIGTERM and isinstance(error, MountBusy):
+                    await _leave_anyway(directory, serving)
 
 
-async def _leave_anyway(directory: str) -> None:
-    """The machine goes down: detach the mount from the tree, and do not wait for its users long."""
-    log.warning("%s: detaching it; its users have %g s to finish", directory, GRACE_S)
+async def _leave_anyway(directory: str, serving: trio.CancelScope) -> None:
+    """The machine goes down: take the mount out of the tree, do not wait for its users long."""
+    log.warning("%s: detached; who uses it has %g s to finish", directory, GRACE_S)
     await trio.to_thread.run_sync(lambda: unmounting.detach(directory, lazy=True))
     await trio.sleep(GRACE_S)
-    pyfuse3.terminate()
+    pyfuse3.terminate()  # requests that are being served end
+    await trio.sleep(GRACE_S)
+    serving.cancel()
 
 
 @contextmanager

@@ -13,17 +13,20 @@ Invariants
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 
 import trio
 
 from retainzfs import errors, layout
 from retainzfs._zio import Slot, crc32c
-from retainzfs.device import Device
+from retainzfs.device import Condition, Device
 from retainzfs.lanes import Lane, Lanes, Place
 from retainzfs.layout import BLOCK, INLINE_DATA_MAX, INLINE_SUMS_MAX, RUN_BLOCKS_MAX
 from retainzfs.namespace import Extent, FSError, Inode, Namespace, Run
-from retainzfs.zones import Kind
+from retainzfs.zones import Kind, State, Zone
+
+log = logging.getLogger(__name__)
 
 SLOT = RUN_BLOCKS_MAX * BLOCK
 POOL = 64 << 20  # bytes of staging memory
@@ -414,6 +417,7 @@ class Stream:
                 self._release(opened)
         finally:
             lane.working = False
+        self.lanes.drop_idle(lane)
 
     async def _place(self, run: Run, opened: OpenRun) -> Run | None:
         """Append the run, or as much as the zone takes; return what is left of it."""
@@ -433,7 +437,7 @@ class Stream:
                 error = failure
                 self.write_errors += 1
                 lane.zone = None
-                await self._distrust(run, place)
+                self._distrust(run, place)
                 if rest is not None:
                     self._join(run, rest)
                 continue
@@ -475,7 +479,7 @@ class Stream:
         else:
             run.sums = sums.blocks
 
-    async def _distrust(self, run: Run, place: Place) -> None:
+    def _distrust(self, run: Run, place: Place) -> None:
         """A write failed: take the bytes out of the zone and write no more to it."""
         table, zone = self.lanes.table, place.zone
         self.namespace.runs.get(zone.index, {}).pop((run.epoch, run.start), None)
@@ -484,8 +488,20 @@ class Stream:
             table.drop_live(zone, generation, count * BLOCK, zone.freed_at)
         run.zone = -1
         table.cancel(zone, run.blocks * BLOCK)
-        if not zone.sealed:
+        if zone.active and not zone.sealed:
             table.seal(zone)
+            self.nursery.start_soon(self._give_up, zone)
+        self.lanes.changed()
+
+    async def _give_up(self, zone: Zone) -> None:
+        """Finish a zone that refused a write, or take over what the device says of it."""
+        try:
+            await self.lanes.finish(zone)
+        except errors.RetainzError as error:
+            report = self.device.report()[zone.index]
+            log.error("zone %d takes no more writes and no finish: %s", zone.index, error)
+            state = State.OFFLINE if report.condition is Condition.OFFLINE else State.READ_ONLY
+            self.lanes.table.observe(zone, state, zone.write_pointer)
         self.lanes.changed()
 
     def _finished(self, run: Run) -> None:

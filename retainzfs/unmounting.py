@@ -20,6 +20,7 @@ def detach(directory: str, *, lazy: bool = False) -> None:
 
     Raises MountBusy with the processes that use it, or MountError.
     """
+    path = os.path.realpath(directory)
     if os.geteuid() == 0:
         # Neither helpers (this may be one) nor a look at the directory (it may be dead).
         command = ["umount", "--internal-only", "--no-canonicalize"]
@@ -29,7 +30,7 @@ def detach(directory: str, *, lazy: bool = False) -> None:
     environment = {**os.environ, "LC_ALL": "C"}
     try:
         done = subprocess.run(
-            [*command, os.path.realpath(directory)],
+            [*command, path],
             env=environment,
             capture_output=True,
             text=True,
@@ -41,7 +42,7 @@ def detach(directory: str, *, lazy: bool = False) -> None:
         return
     if "busy" not in done.stderr:
         raise MountError(directory, f"cannot unmount: {done.stderr.strip()}")
-    users = mounts.users(directory)
+    users = mounts.users(path)
     shown = [str(user) for user in users[: mounts.USERS_SHOWN]]
     if len(users) > mounts.USERS_SHOWN:
         shown.append(f"and {len(users) - mounts.USERS_SHOWN} more")
@@ -53,14 +54,14 @@ def umount(directory: str) -> None:
 
     A dead mount is taken away too. Raises MountBusy or MountError.
     """
-    mount = mounts.find_mount(directory)
+    mount = mounts.find_mount(os.path.realpath(directory))
     if mount is None or mount.fstype != mounts.FSTYPE:
         raise MountError(directory, "no retainzfs is mounted there")
     daemon = _daemon(directory)
     try:
         detach(directory)
         if daemon >= 0:
-            _wait(daemon)
+            wait(daemon)
     finally:
         if daemon >= 0:
             os.close(daemon)
@@ -76,7 +77,9 @@ def _daemon(directory: str) -> int:
         return -1
 
 
-def _wait(daemon: int) -> None:
+def wait(daemon: int, timeout_s: float | None = None) -> None:
+    """Return when the process behind a pidfd has ended. Raises TimeoutError."""
     poll = select.poll()
     poll.register(daemon, select.POLLIN)
-    poll.poll()
+    if not poll.poll(None if timeout_s is None else timeout_s * 1000):
+        raise TimeoutError(f"a daemon goes on after {timeout_s:g} s")

@@ -84,15 +84,6 @@ class Volume(Names):
     def path(self, ino: int) -> str:
         return self.namespace.path(ino)
 
-    def entries(self, ino: int) -> list[tuple[bytes, int]]:
-        """Return the names of a directory, completion markers first.
-
-        `rm -r` deletes in this order; a crash in its middle must not leave what looks complete.
-        """
-        names = list(self.namespace.directory(ino).items())
-        names.sort(key=lambda item: not hints.is_marker(item[0]))
-        return names
-
     def statfs(self) -> StatFs:
         totals = self.table.totals
         capacity = sum(totals)
@@ -219,11 +210,13 @@ class Volume(Names):
         tail = bytes(await self.stream.read(inode, start, hints.TAIL_BYTES))
         finding = hints.examine(names[-1], inode.size, head, tail)
         generation = inode.generation
-        whole, _ = self.retention.judge(generation, inode, finding, failed=inode.error is not None)
+        whole, reason = self.retention.judge(
+            generation, inode, finding, failed=inode.error is not None
+        )
         if whole:
             self.completed(generation)
         else:
-            records = self.retention.incomplete(generation)
+            records = self.retention.incomplete(generation, reason)
             if records:
                 self.committer.log(*records)
 

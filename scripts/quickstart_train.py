@@ -242,7 +242,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--keep-last-files", type=int, default=3)
     parser.add_argument("--keep-last-trees", type=int, default=2)
     parser.add_argument("--keep-every", type=int, default=25, help="milestones' step numbers")
-    parser.add_argument("--milestones", type=int, default=3)
+    parser.add_argument("--milestones", type=int, default=6)
     return parser.parse_args(arguments)
 
 

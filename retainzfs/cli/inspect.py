@@ -1,1 +1,222 @@
-def add_commands(c): pass
+"""status, zones, generations: what a mounted filesystem tells about itself."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from retainzfs import mounts
+from retainzfs.cli import zonemap
+from retainzfs.cli.output import print_json, print_table
+from retainzfs.errors import MountError
+from retainzfs.hints import PREFIX, format_size
+
+if TYPE_CHECKING:
+    from retainzfs.cli.output import Commands
+
+
+def add_commands(commands: Commands) -> None:
+    command = commands.add_parser(
+        "status",
+        help="capacity, zones, write amplification, streams",
+        description="Show how a mount is doing; without DIR, every mount of retainzfs.",
+    )
+    command.add_argument("directory", metavar="DIR", nargs="?")
+    _finish(command, _status)
+    command = commands.add_parser(
+        "zones",
+        help="the map of the zones",
+        description="Show every zone of a mount: its class, and how full it is.",
+    )
+    command.add_argument("directory", metavar="DIR")
+    _finish(command, _zones)
+    command = commands.add_parser(
+        "generations",
+        help="the generations of a stream",
+        description="List the generations of the streams at and below PATH.",
+    )
+    command.add_argument("path", metavar="PATH")
+    _finish(command, _generations)
+
+
+def _finish(command: argparse.ArgumentParser, run: Any) -> None:
+    command.add_argument("--json", action="store_true", help="print JSON; sizes are bytes")
+    command.set_defaults(run=run)
+
+
+def told(path: str, name: str) -> Any:
+    """Return the JSON of a file in `.retainz/` of the mount that a path is on."""
+    os.stat(path)
+    mount = mounts.mount_of(path)
+    if mount is None:
+        raise MountError(path, "not on a mounted retainzfs")
+    return _control_file(mount, name)
+
+
+def _control_file(mount: mounts.MountPoint, name: str) -> Any:
+    try:
+        return json.loads(Path(mount.directory, ".retainz", name).read_bytes())
+    except OSError as error:
+        if error.errno not in (errno.ENOTCONN, errno.ECONNABORTED):
+            raise
+        what = f"dead, its daemon has ended; 'retainzfs umount {mount.directory}' takes it away"
+        raise MountError(mount.directory, what) from error
+
+
+def asked(path: str, name: str) -> Any:
+    """Return the JSON of a computed attribute of a path."""
+    try:
+        return json.loads(os.getxattr(path, PREFIX + name))
+    except OSError as error:
+        if error.errno in (errno.ENODATA, errno.ENOTSUP):
+            raise MountError(path, "not on a mounted retainzfs") from error
+        raise
+
+
+def _status(given: argparse.Namespace) -> int:
+    if given.directory is not None:
+        status = told(given.directory, "stats.json")
+        print_json(status) if given.json else _print_status(status)
+        return 0
+    all_status = [told(mount.directory, "stats.json") for mount in mounts.ours()]
+    if given.json:
+        print_json(all_status)
+        return 0
+    for number, status in enumerate(all_status):
+        if number:
+            print()
+        _print_status(status)
+    if not all_status:
+        print("retainzfs: nothing is mounted", file=sys.stderr)
+    return 0
+
+
+def _print_status(status: dict[str, Any]) -> None:
+    zones = status["zones"]
+    amplification = status["write_amplification"]
+    rows = [
+        ("target", status["target"]),
+        ("policy", status["policy"]),
+        ("capacity", f"{format_size(status['capacity'])}, {_share(status)}"),
+        ("free", format_size(status["free"])),
+        ("dead", f"{format_size(status['dead'])} to reclaim"),
+        ("tail", f"{format_size(status['tail'])} unwritten in zones in use"),
+        (
+            "zones",
+            f"{zones['empty']} empty, {zones['full']} full, {zones['active']} active,"
+            f" {zones['open']} open, of {format_size(zones['capacity'])};"
+            f" {zones['reset_total']} resets",
+        ),
+        (
+            "written",
+            f"{format_size(status['logical_bytes'])} by programs,"
+            f" {format_size(status['host_bytes'])} to the device,"
+            f" {format_size(status['copied_bytes'])} of it copies",
+        ),
+        (
+            "write amplification",
+            "nothing written yet" if amplification is None else f"{amplification:.3f}",
+        ),
+    ]
+    if status["decision_us"] is not None:
+        rows.append(("placement", f"{status['decision_us']:.0f} us a decision"))
+    if status["failed"] is not None:
+        rows.insert(0, ("FAILED", status["failed"]))
+    width = max(len(name) for name, _ in rows)
+    for name, text in rows:
+        print(f"{name:{width}}  {text}")
+    classes = {k: v for k, v in status["classes"].items() if v["files"]}
+    if classes:
+        print()
+        table = [(k, str(v["files"]), format_size(v["bytes"])) for k, v in classes.items()]
+        print_table(("CLASS", "FILES", "SIZE"), table, right="FILES SIZE")
+    if status["streams"]:
+        print()
+        _print_streams(status["streams"])
+
+
+def _share(status: dict[str, Any]) -> str:
+    used = status["used"]
+    return f"{format_size(used)} ({used / (status['capacity'] or 1):.1%}) used"
+
+
+def _print_streams(streams: list[dict[str, Any]]) -> None:
+    rows = [
+        (
+            stream["path"],
+            str(stream["generations"]),
+            str(stream["complete"]),
+            _or_dash(stream["newest_committed"]),
+            _or_dash(stream["newest_published"]),
+            "-" if stream["cadence_s"] is None else f"{stream['cadence_s']:.3g} s",
+            format_size(stream["size"]),
+        )
+        for stream in streams
+    ]
+    heads = ("STREAM", "SAVES", "COMPLETE", "NEWEST", "PUBLISHED", "CADENCE", "SIZE")
+    print_table(heads, rows, right="SAVES COMPLETE NEWEST PUBLISHED CADENCE SIZE")
+
+
+def _or_dash(value: object) -> str:
+    return "-" if value is None else str(value)
+
+
+def _zones(given: argparse.Namespace) -> int:
+    zones = told(given.directory, "zones.json")
+    if given.json:
+        print_json(zones)
+        return 0
+    coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    for line in zonemap.drawn(zones, zonemap.terminal_width(), coloured=coloured):
+        print(line)
+    return 0
+
+
+def _generations(given: argparse.Namespace) -> int:
+    rows = _rows(given.path)
+    if given.json:
+        print_json(rows)
+        return 0
+    table = [
+        (
+            str(row["number"]),
+            row["state"],
+            format_size(row["size"]),
+            f"{row['birth_epoch']:.1f}",
+            "never" if row["anchor"] else _epoch(row["retire_epoch"]),
+            str(len(row["zones"])),
+            row["path"],
+            row["origin"],
+        )
+        for row in rows
+    ]
+    heads = ("NUMBER", "STATE", "SIZE", "BORN", "RETIRES", "ZONES", "PATH", "BECAUSE")
+    print_table(heads, table, right="NUMBER SIZE BORN RETIRES ZONES")
+    if not rows:
+        print(f"retainzfs: {given.path}: no generations there", file=sys.stderr)
+    return 0
+
+
+def _epoch(epoch: float | None) -> str:
+    return "unknown" if epoch is None else f"{epoch:.1f}"
+
+
+def _rows(path: str) -> list[dict[str, Any]]:
+    try:
+        rows: list[dict[str, Any]] = asked(path, "generations")
+    except OSError as error:
+        if error.errno not in (errno.ERANGE, errno.E2BIG):
+            raise
+        # The table is longer than an attribute may be: take everybody's, and pick.
+        mount = mounts.mount_of(path)
+        assert mount is not None, "a path with our attributes is on a mount of ours"
+        below = "/" + os.path.relpath(os.path.realpath(path), mount.directory)
+        below = "" if below == "/." else below
+        everything = told(path, "generations.json")
+        rows = [r for r in everything if (r["path"] + "/").startswith(below + "/")]
+    return rows

@@ -23,7 +23,8 @@ def add_commands(commands: Commands) -> None:
     command = commands.add_parser(
         "umount",
         help="unmount, and wait until everything is written",
-        description="Unmount, and wait until everything is on the target. Says who uses it if busy.",
+        description="Unmount, and wait until everything is on the target."
+        " When the mount is busy, say who uses it.",
     )
     command.add_argument("directory", metavar="DIR")
     command.set_defaults(run=_umount)
@@ -86,7 +87,10 @@ def _add_mount(commands: Commands) -> None:
         "--create", action="store_true", help="make and format the image if it is missing"
     )
     command.add_argument(
-        "--size", type=size_argument, metavar="S", help=f"of the image that --create makes; {SIZE_HELP}"
+        "--size",
+        type=size_argument,
+        metavar="S",
+        help=f"of the image that --create makes; {SIZE_HELP}",
     )
     command.add_argument("--foreground", action="store_true", help="stay, and log to the terminal")
     command.add_argument("--log", metavar="FILE", help="where the daemon logs")

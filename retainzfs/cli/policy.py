@@ -1,1 +1,131 @@
-def add_commands(c): pass
+"""hint and gc: what shall be kept, and getting space back now."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import os
+from typing import TYPE_CHECKING, Any
+
+from retainzfs import hints, mounts
+from retainzfs.cli.inspect import asked
+from retainzfs.cli.output import print_json
+from retainzfs.errors import MountError, NotYet
+from retainzfs.hints import PREFIX, format_size
+
+if TYPE_CHECKING:
+    from retainzfs.cli.output import Commands
+
+# Option → attribute, for options that take the attribute's value.
+VALUES = {
+    "keep_last": ("K", "keep the newest K generations"),
+    "cadence": ("C", "time between saves: 90s, 30m; learned when not given"),
+    "keep_every": ("N", "keep generations whose number is a multiple of N for ever"),
+    "class": ("C", "checkpoint, cache, scratch or output"),
+}
+SWITCHES = {
+    "anchor": "never retire what is below",
+    "reap": "let the filesystem delete retired generations",
+}
+LATER = {"quota": "S", "reserve": "S", "publish": "RULE"}
+
+
+def add_commands(commands: Commands) -> None:
+    command = commands.add_parser(
+        "hint",
+        help="show or set what governs a path",
+        description="Set attributes of PATH, then show what applies to it and where that is from.",
+    )
+    command.add_argument("path", metavar="PATH")
+    for name, (metavar, text) in VALUES.items():
+        command.add_argument(_option(name), metavar=metavar, dest=f"set_{name}", help=text)
+    for name, text in SWITCHES.items():
+        command.add_argument(
+            _option(name), action="store_const", const="1", dest=f"set_{name}", help=text
+        )
+    for name, metavar in LATER.items():
+        command.add_argument(
+            _option(name), metavar=metavar, dest=f"set_{name}", help="not supported yet"
+        )
+    command.add_argument("--clear", action="store_true", help="remove the attributes of PATH first")
+    command.add_argument("--json", action="store_true", help="print what applies as JSON")
+    command.set_defaults(run=_hint)
+    command = commands.add_parser(
+        "gc",
+        help="reclaim space now",
+        description="Reset dead zones and empty half-dead ones; for root and the mounting user.",
+    )
+    command.add_argument("directory", metavar="DIR")
+    command.set_defaults(run=_gc)
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _hint(given: argparse.Namespace) -> int:
+    for name in LATER:
+        if getattr(given, f"set_{name}") is not None:
+            raise NotYet(_option(name))
+    wanted = {name: getattr(given, f"set_{name}") for name in (*VALUES, *SWITCHES)}
+    values = {name: value.encode() for name, value in wanted.items() if value is not None}
+    for name, value in values.items():
+        hints.parse(name, value)  # its message says more than the kernel's EINVAL
+    asked(given.path, "explain")
+    if given.clear:
+        _clear(given.path)
+    for name, value in values.items():
+        os.setxattr(given.path, PREFIX + name, value)
+    explained = asked(given.path, "explain")
+    if given.json:
+        print_json(explained)
+    else:
+        _print_explanation(explained)
+    return 0
+
+
+def _clear(path: str) -> None:
+    for name in os.listxattr(path):
+        if name.startswith(PREFIX):
+            os.removexattr(path, name)
+
+
+def _print_explanation(explained: dict[str, Any]) -> None:
+    print(explained["path"])
+    for name, attribute in explained["attributes"].items():
+        print(f"  {name} = {_shown(name, attribute['value'])}, set on {attribute['from']}")
+    print(f"  class: {explained['class']}")
+    if explained["layout"] is not None:
+        print(f"  layout: {explained['layout']}, stream {explained['stream']}")
+    if explained["generation"] is not None:
+        print(f"  generation: {explained['generation']}, {explained['state']}")
+        print(f"  born at epoch {explained['birth_epoch']:.1f}, retires {_retires(explained)}")
+    print(f"  because: {explained['origin']}")
+
+
+def _retires(explained: dict[str, Any]) -> str:
+    if explained["anchor"]:
+        return "never"
+    epoch = explained["retire_epoch"]
+    return "at an unknown epoch" if epoch is None else f"at epoch {epoch:.1f}"
+
+
+def _shown(name: str, value: Any) -> str:
+    if name == "size":
+        return format_size(value)
+    return f"{value:g} s" if name == "cadence_s" else str(value)
+
+
+def _gc(given: argparse.Namespace) -> int:
+    os.stat(given.directory)
+    mount = mounts.mount_of(given.directory)
+    if mount is None:
+        raise MountError(given.directory, "not on a mounted retainzfs")
+    try:
+        os.setxattr(mount.directory, PREFIX + "gc", b"1")
+    except OSError as error:
+        if error.errno in (errno.EPERM, errno.EACCES):
+            what = "only root and the user who mounted it reclaim by hand"
+            raise MountError(mount.directory, what) from error
+        raise
+    return 0

@@ -1,0 +1,165 @@
+"""Real mounts for tests: a daemon started by the command, always unmounted, its log looked at."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from retainzfs import mkfs, mounts, unmounting
+from retainzfs.errors import RetainzError
+
+IMAGE_SIZE = 256 << 20  # bytes; sparse
+COMMAND = (sys.executable, "-m", "retainzfs")
+PATIENCE_S = 20.0  # for what takes well under a second on an idle machine
+
+
+def retainzfs(*arguments: str | os.PathLike[str]) -> subprocess.CompletedProcess[str]:
+    """Run the command and return what it did, whatever that was."""
+    return subprocess.run(
+        [*COMMAND, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+class Live:
+    """A target and a directory where it is, or can be, mounted."""
+
+    def __init__(self, base: Path, size: int = IMAGE_SIZE) -> None:
+        self.image = base / "image"
+        self.path = base / "mount"
+        self.log = base / "log"
+        self.path.mkdir()
+        self.expected: list[str] = []  # patterns of ERROR lines that the test provokes
+        mkfs.make(str(self.image), size=size)
+
+    def mount(self, options: str = "", patch: str = "") -> None:
+        """Mount with the command. `patch` is Python that runs in the daemon before that."""
+        run = [sys.executable, "-c", f"{patch}\nfrom retainzfs.cli import main\nmain()"]
+        arguments = ["mount", str(self.image), str(self.path), "--log", str(self.log)]
+        arguments += ["-o", options] if options else []
+        subprocess.run(
+            [*(run if patch else COMMAND), *arguments],
+            check=True,
+            timeout=60,
+        )
+        self.check()
+
+    def umount(self) -> None:
+        unmounting.umount(str(self.path))
+
+    @property
+    def pid(self) -> int:
+        told = json.loads((self.path / ".retainz/stats.json").read_bytes())
+        return int(told["pid"])
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to the daemon and return when it has ended."""
+        pid = self.pid
+        daemon = os.pidfd_open(pid)
+        os.kill(pid, number)
+        unmounting.wait(daemon, PATIENCE_S)
+        os.close(daemon)
+
+    def check(self) -> None:
+        """The path is the mount; on the bare directory most tests would pass as well."""
+        mount = mounts.find_mount(str(self.path))
+        assert mount is not None, f"nothing is mounted on {self.path}"
+        assert mount.fstype == mounts.FSTYPE, f"{mount.fstype} is mounted on {self.path}"
+        assert os.stat(self.path).st_dev != os.stat(self.path.parent).st_dev
+
+    def complaints(self) -> list[str]:
+        """Return the log's lines about errors that no test announced."""
+        lines = self.log.read_text().splitlines() if self.log.exists() else []
+        loud = [line for line in lines if re.search(r" (ERROR|CRITICAL) |Traceback", line)]
+        return [line for line in loud if not any(re.search(e, line) for e in self.expected)]
+
+    def clean_up(self) -> None:
+        """Unmount, by force if need be."""
+        if mounts.find_mount(str(self.path)) is None:
+            return
+        with contextlib.suppress(RetainzError):
+            self.umount()
+            return
+        with contextlib.suppress(OSError):
+            os.kill(self.pid, signal.SIGKILL)
+        unmounting.detach(str(self.path), lazy=True)
+        raise AssertionError(f"{self.path} had to be unmounted by force")
+
+
+@contextlib.contextmanager
+def _living() -> Iterator[Live]:
+    # Not pytest's tmp_path: nobody else may look into that, and some tests are somebody else.
+    with tempfile.TemporaryDirectory(prefix="retainzfs-test-") as base:
+        Path(base).chmod(0o755)
+        live = Live(Path(base))
+        try:
+            yield live
+        finally:
+            live.clean_up()
+        assert not live.complaints(), "the daemon's log has errors that no test announced"
+
+
+@pytest.fixture(scope="session")
+def shared_mount() -> Iterator[Live]:
+    """One mount for all tests that do not care what else is on it."""
+    with _living() as live:
+        live.mount("allow_other" if os.geteuid() == 0 else "")
+        yield live
+
+
+@pytest.fixture
+def live(shared_mount: Live) -> Iterator[Live]:
+    """The shared mount, checked before and after, with the log of this test looked at."""
+    shared_mount.check()
+    before = len(shared_mount.complaints())
+    yield shared_mount
+    shared_mount.check()
+    assert not shared_mount.complaints()[before:], "the daemon logged errors"
+
+
+@pytest.fixture
+def room(live: Live, request: pytest.FixtureRequest) -> Path:
+    """An empty directory of its own on the shared mount."""
+    name = re.sub(r"\W+", "_", request.node.name)
+    directory = live.path / f"{request.node.path.stem}.{name}"
+    directory.mkdir()
+    return directory
+
+
+@pytest.fixture
+def fresh() -> Iterator[Live]:
+    """A formatted target of its own; the test mounts it, kills it, mounts it again."""
+    with _living() as live:
+        yield live
+
+
+def as_user(uid: int, code: str) -> subprocess.CompletedProcess[str]:
+    """Run Python code as another user; skips the test where we cannot become one."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can become another user")
+    become = f"import os; os.setgroups([]); os.setgid({uid}); os.setuid({uid})\n"
+    return run_python(become + code)
+
+
+def run_python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run Python code in a process of its own, with the arguments in `sys.argv[1:]`."""
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
