@@ -17,6 +17,7 @@ from retainzfs.device import Device
 from retainzfs.lanes import Lane, Lanes
 from retainzfs.layout import BLOCK
 from retainzfs.namespace import Inode, Namespace, Run
+from retainzfs.reader import Reader
 from retainzfs.reclaim import Reclaim
 from retainzfs.retention import Retention
 from retainzfs.stream import POOL, Stream
@@ -102,9 +103,8 @@ class Core:
             self.now_s,
             self.retention.unit_s,
         )
-        self.stream = Stream(
-            device, self.lanes, self.namespace, self.uuid, nursery, pool=options.pool
-        )
+        self.reader = Reader(device, self.table, self.namespace)
+        self.stream = Stream(device, self.lanes, self.reader, self.uuid, nursery, pool=options.pool)
         self.lanes.staged = self.stream.staged
         self.committer = Committer(
             device, self.journal, self.namespace, self.stream, self.now_s, self._now_durable

@@ -5,6 +5,7 @@ message says what happened, to which path, and what to do.
 """
 
 import errno
+import os
 
 
 class RetainzError(Exception):
@@ -15,6 +16,14 @@ class RetainzError(Exception):
 
     def __str__(self) -> str:
         return (self.__doc__ or "{}").format(*self.args)
+
+
+class FSError(RetainzError):
+    """{1}: {2}"""
+
+    def __init__(self, number: int, where: object = "", text: str = "") -> None:
+        super().__init__(number, where, text or os.strerror(number))
+        self.errno = number
 
 
 class UsageError(RetainzError):

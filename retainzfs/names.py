@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class Names(Core):
-    # Names
+    """Operations on names; `Volume` adds those on bytes and attributes."""
 
     async def make(
         self,
@@ -69,11 +69,11 @@ class Names(Core):
         directory = self._new_name(parent, name)
         inode = self.namespace.get(ino)
         if inode.is_dir:
-            raise FSError(errno.EPERM, self.path(ino))
+            raise FSError(errno.EPERM, self.namespace.path(ino))
         if inode.nlink == 0:
             raise FSError(errno.ENOENT, f"inode {ino}")
         if inode.nlink >= LINK_MAX:
-            raise FSError(errno.EMLINK, self.path(ino))
+            raise FSError(errno.EMLINK, self.namespace.path(ino))
         now = self.options.wall_ns()
         self.committer.log(
             self.namespace.describe(inode)._replace(nlink=inode.nlink + 1, ctime_ns=now),
@@ -86,7 +86,7 @@ class Names(Core):
         self._check()
         inode = self.namespace.child(parent, name)
         if inode.is_dir:
-            raise FSError(errno.EISDIR, self.path(inode.ino))
+            raise FSError(errno.EISDIR, self.namespace.path(inode.ino))
         now = self.options.wall_ns()
         self.committer.log(
             layout.UnlinkRecord(parent, name),
@@ -98,9 +98,9 @@ class Names(Core):
         self._check()
         inode = self.namespace.child(parent, name)
         if not inode.is_dir:
-            raise FSError(errno.ENOTDIR, self.path(inode.ino))
+            raise FSError(errno.ENOTDIR, self.namespace.path(inode.ino))
         if inode.entries:
-            raise FSError(errno.ENOTEMPTY, self.path(inode.ino))
+            raise FSError(errno.ENOTEMPTY, self.namespace.path(inode.ino))
         now = self.options.wall_ns()
         self.committer.log(
             layout.UnlinkRecord(parent, name),

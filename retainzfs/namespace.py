@@ -19,66 +19,17 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from bisect import bisect_right
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple, Protocol
+from collections.abc import Iterator
+from typing import Protocol
 
 from retainzfs import layout
-from retainzfs.errors import RetainzError
+from retainzfs.errors import FSError
+from retainzfs.inodes import Extent, Inode, Run, merge, outside
 from retainzfs.layout import BLOCK
 
+__all__ = ["ROOT", "Extent", "FSError", "Inode", "Ledger", "Namespace", "Run", "map_record"]
+
 ROOT = 1
-Span = tuple[int, int]  # blocks [start, end) of a file
-
-
-class FSError(RetainzError):
-    """{1}: {2}"""
-
-    def __init__(self, number: int, where: object = "", text: str = "") -> None:
-        super().__init__(number, where, text or os.strerror(number))
-        self.errno = number
-
-
-class Run:
-    """Blocks that are appended to a zone in one piece."""
-
-    __slots__ = ("buffer", "epoch", "failed", "held", "length", "owners", "start", "sums", "zone")
-
-    def __init__(self, zone: int, epoch: int, start: int, length: int, sums: bytes) -> None:
-        self.zone = zone  # -1 until the run has its place
-        self.epoch = epoch
-        self.start = start  # block of the zone
-        self.length = length  # data blocks
-        self.sums = sums
-        self.owners: dict[int, int] = {}
-        self.held = 0  # blocks that extents hold, the sum of the owners
-        self.buffer: memoryview | None = None  # the bytes, until they are on the device
-        self.failed = False  # the device refused the bytes everywhere
-
-    @property
-    def blocks(self) -> int:
-        """Blocks on the device, trailer included."""
-        return self.length + (self.length > layout.INLINE_SUMS_MAX)
-
-    def __repr__(self) -> str:
-        return f"Run(zone={self.zone}, start={self.start}, length={self.length})"
-
-
-class Extent(NamedTuple):
-    """Blocks [block, block + blocks) of a file are blocks [first, first + blocks) of `run`."""
-
-    block: int
-    blocks: int
-    run: Run
-    first: int
-
-    @property
-    def end(self) -> int:
-        return self.block + self.blocks
-
-    def part(self, start: int, end: int) -> Extent:
-        assert self.block <= start < end <= self.end, "an extent is cut inside its bounds"
-        return Extent(start, end - start, self.run, self.first + start - self.block)
 
 
 class Ledger(Protocol):
@@ -87,94 +38,6 @@ class Ledger(Protocol):
     def gain(self, inode: Inode, run: Run, count: int) -> None: ...
     def lose(self, inode: Inode, run: Run, count: int) -> None: ...
     def regroup(self, inode: Inode, generation: int) -> None: ...
-
-
-class Inode:
-    __slots__ = (
-        "atime_ns", "changed", "content", "ctime_ns", "dirty", "entries", "error", "extents",
-        "generation", "gid", "handles", "ino", "kind_hint", "logged_size", "lookups", "mode",
-        "mtime_ns", "nlink", "parent", "rdev", "shadow", "since", "size", "stage", "uid", "writes",
-        "xattrs",
-    )  # fmt: skip
-
-    def __init__(self, ino: int) -> None:
-        self.ino = ino
-        self.mode = self.uid = self.gid = self.nlink = self.rdev = self.size = 0
-        self.atime_ns = self.mtime_ns = self.ctime_ns = 0
-        self.generation = 0  # see retention; 0: none
-        self.parent = 0  # a directory's parent; of a file the directory of its newest name
-        self.extents: list[Extent] = []
-        self.content = b""
-        self.xattrs: dict[bytes, bytes] | None = None
-        self.entries: dict[bytes, int] | None = None
-        # From here on: what is not on the medium.
-        self.logged_size = 0  # the size that the journal knows
-        self.dirty: list[Span] = []  # blocks whose extents the journal does not know yet
-        self.shadow: list[Extent] = []
-        self.changed = 0  # sequence of the batch that holds, or will hold, its newest record
-        self.since = 0.0  # when it became dirty
-        self.handles = 0
-        self.lookups = 0
-        self.writes = 0  # counts modifications; a cached copy of another count is stale
-        self.error: RetainzError | None = None  # a write that failed after its caller had gone
-        self.stage: object = None  # the stream's own
-        self.kind_hint = 0
-
-    @property
-    def is_dir(self) -> bool:
-        return stat.S_ISDIR(self.mode)
-
-    @property
-    def is_file(self) -> bool:
-        return stat.S_ISREG(self.mode)
-
-    @property
-    def blocks(self) -> int:
-        return sum(e.blocks for e in self.extents)
-
-    def find(self, block: int) -> int:
-        """Return the index of the first extent that ends behind `block`."""
-        extents = self.extents
-        if not extents or block >= extents[-1].block:
-            return len(extents) - (bool(extents) and block < extents[-1].end)
-        i = bisect_right(extents, block, key=_block_of)
-        return i - 1 if i and extents[i - 1].end > block else i
-
-    def spans(self, start: int, end: int) -> Iterator[Extent]:
-        """Yield the extents in [start, end), cut at its bounds; holes are left out."""
-        for i in range(self.find(start), len(self.extents)):
-            extent = self.extents[i]
-            if extent.block >= end:
-                return
-            yield extent.part(max(start, extent.block), min(end, extent.end))
-
-
-def _block_of(extent: Extent) -> int:
-    return extent.block
-
-
-def merge(spans: Iterable[Span]) -> list[Span]:
-    """Return the same blocks as sorted spans that neither touch nor overlap."""
-    out: list[Span] = []
-    for start, end in sorted(spans):
-        if out and start <= out[-1][1]:
-            out[-1] = (out[-1][0], max(out[-1][1], end))
-        elif start < end:
-            out.append((start, end))
-    return out
-
-
-def outside(extent: Extent, spans: list[Span]) -> Iterator[Extent]:
-    """Yield the parts of the extent that lie in none of the spans (sorted, disjoint)."""
-    at = extent.block
-    for start, end in spans:
-        if end <= at or start >= extent.end:
-            continue
-        if start > at:
-            yield extent.part(at, start)
-        at = max(at, end)
-    if at < extent.end:
-        yield extent.part(at, extent.end)
 
 
 class Namespace:

@@ -47,7 +47,7 @@ def statistics(volume: Volume) -> dict[str, Any]:
         "plans": volume.lanes.plans,
         "decision_us": volume.lanes.decision_us(),
         "write_errors": stream.write_errors,
-        "checksum_errors": stream.checksum_errors,
+        "checksum_errors": volume.reader.checksum_errors,
         "rolled_back_bytes": volume.rolled_back,
         "failed": None if volume.failed is None else str(volume.failed),
         "classes": _classes(volume),

@@ -19,11 +19,12 @@ from collections import OrderedDict
 import trio
 
 from retainzfs import errors, layout
-from retainzfs._zio import Slot, crc32c
+from retainzfs._zio import Slot
 from retainzfs.device import Condition, Device
 from retainzfs.lanes import Lane, Lanes, Place
 from retainzfs.layout import BLOCK, INLINE_DATA_MAX, INLINE_SUMS_MAX, RUN_BLOCKS_MAX
-from retainzfs.namespace import Extent, FSError, Inode, Namespace, Run
+from retainzfs.namespace import Extent, Inode, Namespace, Run
+from retainzfs.reader import Reader
 from retainzfs.zones import Kind, State, Zone
 
 log = logging.getLogger(__name__)
@@ -31,7 +32,6 @@ log = logging.getLogger(__name__)
 SLOT = RUN_BLOCKS_MAX * BLOCK
 POOL = 64 << 20  # bytes of staging memory
 SHARED_MAX = 256 << 10  # bytes that a file stages in its lane's shared run before it gets its own
-SUMS_CACHED = 1024  # trailers kept for reading, 4 KiB each
 ATTEMPTS = 3  # zones that are tried before a write counts as failed
 
 
@@ -68,14 +68,15 @@ class Stream:
         self,
         device: Device,
         lanes: Lanes,
-        namespace: Namespace,
+        reader: Reader,
         uuid: bytes,
         nursery: trio.Nursery,
         pool: int = POOL,
     ) -> None:
         self.device = device
         self.lanes = lanes
-        self.namespace = namespace
+        self.reader = reader
+        self.namespace: Namespace = reader.namespace
         self.uuid = uuid
         self.nursery = nursery
         self.slots_left = max(4, pool // SLOT)
@@ -84,10 +85,8 @@ class Stream:
         self._sealed: list[OpenRun] = []  # not yet wholly on the device
         self._slot_free = trio.Event()
         self._events: dict[int, trio.Event] = {}  # id(run) → set when it is on the device
-        self._sums: OrderedDict[tuple[int, int, int], bytes] = OrderedDict()
         self.written = 0  # bytes appended, trailers included
         self.write_errors = 0
-        self.checksum_errors = 0
 
     def stage(self, inode: Inode) -> Stage:
         if inode.stage is None:
@@ -103,104 +102,6 @@ class Stream:
                 staged[opened.kind] = staged.get(opened.kind, 0) + opened.run.held * BLOCK
         return staged
 
-    # Reading
-
-    async def read(self, inode: Inode, offset: int, size: int) -> memoryview:
-        """Return up to `size` bytes; fewer at the end of the file. Raises FSError(EIO)."""
-        size = min(size, inode.size - offset)
-        if size <= 0:
-            return memoryview(b"")
-        first, last = offset // BLOCK, -(-(offset + size) // BLOCK)
-        skip = offset - first * BLOCK
-        extents = list(inode.spans(first, last))
-        if any(e.run.failed for e in extents):
-            raise FSError(5, self.namespace.path(inode.ino), "its bytes could not be written")
-        if (
-            len(extents) == 1
-            and extents[0].blocks == last - first
-            and extents[0].run.buffer is None
-        ):
-            table = self.lanes.table
-            zone = table[extents[0].run.zone]
-            table.pin(zone)
-            try:
-                return (await self._fetch(inode, extents[0]))[skip : skip + size]
-            finally:
-                table.unpin(zone)
-        out = bytearray((last - first) * BLOCK)
-        if first == 0 and inode.content and not (extents and extents[0].block == 0):
-            out[: len(inode.content)] = inode.content
-        await self._gather(inode, extents, first, out)
-        return memoryview(out)[skip : skip + size]
-
-    async def _gather(
-        self, inode: Inode, extents: list[Extent], first: int, out: bytearray
-    ) -> None:
-        """Copy what is staged at once, then fetch the rest while its zones are pinned."""
-        table = self.lanes.table
-        stored: list[Extent] = []
-        for extent in extents:
-            at = (extent.block - first) * BLOCK
-            buffer = extent.run.buffer
-            if buffer is not None:
-                length = extent.blocks * BLOCK
-                out[at : at + length] = buffer[extent.first * BLOCK :][:length]
-            else:
-                stored.append(extent)
-                table.pin(table[extent.run.zone])
-        try:
-            for extent in stored:
-                at = (extent.block - first) * BLOCK
-                out[at : at + extent.blocks * BLOCK] = await self._fetch(inode, extent)
-        finally:
-            for extent in stored:
-                table.unpin(table[extent.run.zone])
-
-    async def _fetch(self, inode: Inode, extent: Extent) -> memoryview:
-        run = extent.run
-        try:
-            sums = await self._checksums(run)
-            wanted = sums[extent.first * 4 : (extent.first + extent.blocks) * 4]
-            at = (run.start + extent.first) * BLOCK
-            return await self.device.read(run.zone, at, extent.blocks * BLOCK, wanted)
-        except errors.RetainzError as error:
-            self.checksum_errors += isinstance(error, errors.ChecksumError)
-            raise FSError(
-                5,
-                self.namespace.path(inode.ino),
-                f"cannot read bytes {extent.block * BLOCK} to {extent.end * BLOCK}: {error}",
-            ) from error
-
-    async def _checksums(self, run: Run) -> bytes:
-        """Return the run's checksums, 4 bytes a block."""
-        if run.length <= INLINE_SUMS_MAX:
-            return run.sums
-        key = (run.zone, run.epoch, run.start)
-        sums = self._sums.get(key)
-        if sums is None:
-            at = (run.start + run.length) * BLOCK
-            trailer = await self.device.read(run.zone, at, BLOCK)
-            if crc32c(trailer) != int.from_bytes(run.sums, "little"):
-                raise errors.ChecksumError(self.device.name, run.zone, at)
-            head = layout.TRAILER_HEADER.size
-            sums = bytes(trailer[head : head + run.length * 4])
-            self._remember(key, sums)
-        else:
-            self._sums.move_to_end(key)
-        return sums
-
-    def _remember(self, key: tuple[int, int, int], sums: bytes) -> None:
-        self._sums[key] = sums
-        if len(self._sums) > SUMS_CACHED:
-            self._sums.popitem(last=False)
-
-    async def block(self, inode: Inode, block: int) -> bytearray:
-        """Return one block as the file has it, zeros behind its end."""
-        out = bytearray(BLOCK)
-        data = await self.read(inode, block * BLOCK, BLOCK)
-        out[: len(data)] = data
-        return out
-
     # Writing; the caller holds the inode's lock
 
     async def write(self, inode: Inode, offset: int, data: memoryview, lane: Lane) -> None:
@@ -214,7 +115,7 @@ class Stream:
             inode.size = max(inode.size, end)
             return
         if inode.content and inode.size and not self._mapped(inode, 0):
-            await self._put(inode, 0, memoryview(await self.block(inode, 0)), lane)
+            await self._put(inode, 0, memoryview(await self.reader.block(inode, 0)), lane)
         if offset > inode.size:
             await self._zero_tail(inode, lane)
         at = 0
@@ -243,7 +144,7 @@ class Stream:
 
     async def rewrite(self, inode: Inode, extent: Extent, lane: Lane) -> bool:
         """Stage an extent's bytes anew, to move them; False when they changed hands meanwhile."""
-        data = await self._fetch(inode, extent)
+        data = await self.reader.fetch(inode, extent)
         current = list(inode.spans(extent.block, extent.end))
         if current != [extent]:
             return False
@@ -293,7 +194,11 @@ class Stream:
         if view is not None:
             view[low : low + len(data)] = data
             return
-        base = await self.block(inode, block) if block * BLOCK < inode.size else bytearray(BLOCK)
+        base = (
+            await self.reader.block(inode, block)
+            if block * BLOCK < inode.size
+            else bytearray(BLOCK)
+        )
         base[low : low + len(data)] = data
         await self._put(inode, block, memoryview(base), lane)
 
@@ -304,9 +209,9 @@ class Stream:
         extent = next(inode.spans(block, block + 1))
         buffer = extent.run.buffer
         stored = buffer[extent.first * BLOCK :][:BLOCK] if buffer else None
-        data = stored if stored is not None else await self._fetch(inode, extent)
+        data = stored if stored is not None else await self.reader.fetch(inode, extent)
         if any(data[low:]):
-            await self._put(inode, block, memoryview(await self.block(inode, block)), lane)
+            await self._put(inode, block, memoryview(await self.reader.block(inode, block)), lane)
 
     async def _put(self, inode: Inode, block: int, data: memoryview, lane: Lane) -> None:
         """Stage whole blocks."""
@@ -475,7 +380,7 @@ class Stream:
         self.written += run.blocks * BLOCK
         if header:
             run.sums = sums.trailer.to_bytes(4, "little")
-            self._remember((run.zone, run.epoch, run.start), sums.blocks)
+            self.reader.remember((run.zone, run.epoch, run.start), sums.blocks)
         else:
             run.sums = sums.blocks
 

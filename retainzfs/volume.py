@@ -122,7 +122,7 @@ class Volume(Names):
         newest = max(inode.mtime_ns, inode.ctime_ns)
         if (inode.atime_ns <= newest or now - inode.atime_ns > RELATIME_NS) and not self.failed:
             self.committer.log(self.namespace.describe(inode)._replace(atime_ns=now))
-        return await self.stream.read(inode, offset, size)
+        return await self.reader.read(inode, offset, size)
 
     async def write(self, ino: int, offset: int, data: bytes | bytearray | memoryview) -> int:
         """Stage bytes; they are durable after `fsync`, or `flush` where the class says so.
@@ -202,12 +202,12 @@ class Volume(Names):
             if self.retention.marked(inode.parent, names[-1]):
                 self.completed(inode.generation)
             return
-        head = bytes(await self.stream.read(inode, 0, hints.HEAD_BYTES))
+        head = bytes(await self.reader.read(inode, 0, hints.HEAD_BYTES))
         wanted = hints.head_wanted(names[-1], inode.size, head)
         if wanted > len(head):
-            head = bytes(await self.stream.read(inode, 0, wanted))
+            head = bytes(await self.reader.read(inode, 0, wanted))
         start = max(0, inode.size - hints.TAIL_BYTES)
-        tail = bytes(await self.stream.read(inode, start, hints.TAIL_BYTES))
+        tail = bytes(await self.reader.read(inode, start, hints.TAIL_BYTES))
         finding = hints.examine(names[-1], inode.size, head, tail)
         generation = inode.generation
         whole, reason = self.retention.judge(

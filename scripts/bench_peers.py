@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Two small pyfuse3 filesystems to compare with; each a flat directory of files.
+"""Two small pyfuse3 filesystems to compare with.
 
 bench_peers.py null DIR               takes writes past the page cache and forgets the bytes:
                                       what FUSE through pyfuse3 can reach at all
@@ -10,6 +10,7 @@ bench_peers.py naive DIR BACKING      what a first attempt looks like: page cach
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import stat
 import sys
@@ -25,22 +26,21 @@ BLOCK_SIZE = 1 << 20
 
 
 class Null(pyfuse3.Operations):
-    """Files have a name and a size, no bytes."""
+    """Files have a name, a mode and a size, no bytes."""
 
     direct_io = True
 
     def __init__(self) -> None:
         super().__init__()
-        self.names: dict[bytes, int] = {}
+        self.names: dict[tuple[int, bytes], int] = {}
+        self.modes: dict[int, int] = {pyfuse3.ROOT_INODE: stat.S_IFDIR | 0o755}
         self.sizes: dict[int, int] = {}
-        self.next_inode = pyfuse3.ROOT_INODE + 1
+        self.numbers = itertools.count(pyfuse3.ROOT_INODE + 1)
 
     def _attributes(self, inode: int) -> EntryAttributes:
         entry = EntryAttributes()
         entry.st_ino = inode
-        entry.st_mode = (
-            stat.S_IFDIR | 0o755 if inode == pyfuse3.ROOT_INODE else stat.S_IFREG | 0o644
-        )
+        entry.st_mode = self.modes[inode]
         entry.st_nlink = 1
         entry.st_uid, entry.st_gid = os.getuid(), os.getgid()
         entry.st_size = self.sizes.get(inode, 0)
@@ -49,9 +49,21 @@ class Null(pyfuse3.Operations):
         return entry
 
     async def lookup(self, parent: int, name: bytes, ctx: RequestContext) -> EntryAttributes:
-        if name not in self.names:
+        if (parent, name) not in self.names:
             raise FUSEError(errno.ENOENT)
-        return self._attributes(self.names[name])
+        return self._attributes(self.names[parent, name])
+
+    def _make(self, parent: int, name: bytes, mode: int) -> int:
+        inode = next(self.numbers)
+        self.names[parent, name] = inode
+        self.modes[inode] = mode
+        self.sizes[inode] = 0
+        return inode
+
+    async def mkdir(
+        self, parent: int, name: bytes, mode: int, ctx: RequestContext
+    ) -> EntryAttributes:
+        return self._attributes(self._make(parent, name, mode))
 
     async def getattr(self, inode: int, ctx: RequestContext) -> EntryAttributes:
         return self._attributes(inode)
@@ -66,19 +78,19 @@ class Null(pyfuse3.Operations):
     ) -> EntryAttributes:
         if fields.update_size:
             self.sizes[inode] = attr.st_size
+        if fields.update_mode:
+            self.modes[inode] = attr.st_mode
         return self._attributes(inode)
 
     async def create(
         self, parent: int, name: bytes, mode: int, flags: int, ctx: RequestContext
     ) -> tuple[FileInfo, EntryAttributes]:
-        inode = self.next_inode
-        self.next_inode += 1
-        self.names[name] = inode
-        self.sizes[inode] = 0
+        inode = self._make(parent, name, mode)
         return FileInfo(fh=inode, direct_io=self.direct_io), self._attributes(inode)
 
     async def unlink(self, parent: int, name: bytes, ctx: RequestContext) -> None:
-        del self.sizes[self.names.pop(name)]
+        inode = self.names.pop((parent, name))
+        del self.modes[inode], self.sizes[inode]
 
     async def write(self, fh: int, offset: int, data: bytes) -> int:
         self.sizes[fh] = max(self.sizes[fh], offset + len(data))

@@ -10,13 +10,15 @@ Exit code 1 when a goal is missed.
     memory   the daemon with 10,000 files and four writers, and how long mounting them takes,
              after a clean unmount and after a kill
     unpack   5,000 files of 16 KiB by tar with a final sync, outside any stream, against ext4 on a
-             loop device on the same disk (needs root)
+             loop device on the same disk (needs root) and the null pyfuse3 filesystem, which shows
+             how much of the time is FUSE's
     planning where the bytes of one generation go, by bench_planning.py
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import mmap
 import os
@@ -102,12 +104,14 @@ def call(*command: str | Path) -> None:
 @contextmanager
 def served(mount: Path, *command: str | Path) -> Iterator[subprocess.Popen[bytes]]:
     """Run a foreground FUSE daemon over `mount` until the block ends."""
-    daemon = subprocess.Popen([str(part) for part in command])
+    log = mount.with_suffix(".log")
+    with log.open("a") as stderr:
+        daemon = subprocess.Popen([str(part) for part in command], stderr=stderr)
     try:
         deadline = time.monotonic() + READY_S
         while not os.path.ismount(mount):
             if daemon.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"{command[0]} does not serve {mount}")
+                raise RuntimeError(f"{command[0]} does not serve {mount}: {log.read_text()}")
             time.sleep(0.01)
         yield daemon
     finally:
@@ -280,33 +284,43 @@ def bench_unpack(bench: Bench) -> None:
         return
     archive = bench.work / "unpack.tar"
     make_archive(archive)
-    ext4, image = bench.directory("ext4"), bench.work / "ext4.img"
+    ext4, null, image = bench.directory("ext4"), bench.directory("null"), bench.work / "ext4.img"
+    # Nothing is deleted between the repetitions, so that none pays for the one before.
+    image_size = (bench.repetitions + 2) * UNPACK_FILES * UNPACK_SIZE * 2
     with image.open("wb") as file:
-        file.truncate(1 << 30)
+        file.truncate(image_size)
     call("mkfs.ext4", "-q", "-F", image)
     call("mount", "-o", "loop", image, ext4)
 
-    def unpacker(directory: Path) -> Callable[[], float]:
+    def unpacker(top: Path) -> Callable[[], float]:
+        rounds = itertools.count()
+
         def measure() -> float:
+            directory = top / f"round{chr(ord('a') + next(rounds))}"
+            directory.mkdir()
             started = time.perf_counter()
             call("tar", "-xf", archive, "-C", directory)
             call("sync", "-f", directory)
-            seconds = time.perf_counter() - started
-            shutil.rmtree(directory / "unpacked")
-            return seconds
+            return time.perf_counter() - started
 
         return measure
 
     try:
-        with retainzfs(bench, "unpack", 1 << 30) as (mount, _):
+        with (
+            retainzfs(bench, "unpack", image_size) as (mount, _),
+            served(null, sys.executable, HERE / "bench_peers.py", "null", null),
+        ):
+            targets = {"ext4": ext4, "null pyfuse3": null, "retainzfs": mount}
             seconds = interleaved(
-                bench.repetitions, {"ext4": unpacker(ext4), "retainzfs": unpacker(mount)}
+                bench.repetitions, {name: unpacker(top) for name, top in targets.items()}
             )
     finally:
         call("umount", ext4)
     for name, value in seconds.items():
         bench.row(f"unpack {UNPACK_FILES} x 16 KiB + sync: {name}", value, "s")
-    bench.row("unpack: ext4 / retainzfs", seconds["ext4"] / seconds["retainzfs"], "x", EXT4_MIN)
+    ours = seconds["retainzfs"]
+    bench.row("unpack: ext4 / retainzfs", seconds["ext4"] / ours, "x", EXT4_MIN)
+    bench.row("unpack: null pyfuse3 / retainzfs", seconds["null pyfuse3"] / ours, "x")
 
 
 def bench_planning(bench: Bench) -> None:

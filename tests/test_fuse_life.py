@@ -1,0 +1,267 @@
+"""The life of a mount: remounts, kill -9, signals, a busy unmount, failures of device and program."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from retainzfs import fsck, mounts, unmounting
+from retainzfs.errors import MountBusy
+from tests.conftest import PATIENCE_S, Live
+
+pytestmark = pytest.mark.fuse
+
+MIB = 1 << 20
+
+
+def noise(length: int, seed: int = 1) -> bytes:
+    return random.Random(seed).randbytes(length)
+
+
+def test_everything_is_there_after_a_remount(fresh: Live) -> None:
+    fresh.mount()
+    root = fresh.path
+    (root / "deep" / "er").mkdir(parents=True)
+    (root / "deep" / "er" / "large").write_bytes(noise(10 * MIB))
+    (root / "small").write_bytes(b"small")
+    (root / "small").chmod(0o640)
+    os.utime(root / "small", ns=(123_456_789_012, 987_654_321_098))
+    os.setxattr(root / "small", "user.colour", b"blue")
+    os.link(root / "small", root / "linked")
+    (root / "pointer").symlink_to("deep/er")
+    with (root / "sparse").open("wb") as file:
+        file.seek(5 << 30)
+        file.write(b"end")
+    for number in range(300):
+        (root / f"many{number}").write_bytes(b"%d" % number)
+    before = _picture(root)
+    fresh.umount()
+    assert os.listdir(root) == []
+    fresh.mount()
+    assert _picture(root) == before
+    assert (root / "deep" / "er" / "large").read_bytes() == noise(10 * MIB)
+    assert os.getxattr(root / "linked", "user.colour") == b"blue"
+    with (root / "sparse").open("rb") as file:
+        file.seek(5 << 30)
+        assert file.read() == b"end"
+    fresh.umount()
+    report = fsck.check(str(fresh.image), scrub=True)
+    assert report.findings == []
+
+
+def _picture(root: Path) -> dict[str, tuple[object, ...]]:
+    """Return everything that stat tells of a tree, but access times."""
+    picture = {}
+    for path in [root, *root.rglob("*")]:
+        s = path.lstat()
+        picture[str(path.relative_to(root))] = (
+            s.st_ino, s.st_mode, s.st_nlink, s.st_uid, s.st_gid, s.st_size, s.st_blocks,
+            s.st_mtime_ns, s.st_ctime_ns,
+        )  # fmt: skip
+    return picture
+
+
+def test_killed_in_the_middle_of_a_save(fresh: Live) -> None:
+    """What was closed in a stream, or synced, is there; the rest is whole or not there."""
+    fresh.mount()
+    run = fresh.path / "run"
+    run.mkdir()
+    for step in range(1, 5):
+        (run / f"step-{step}.pt").write_bytes(noise(5 * MIB, seed=step))
+    with (fresh.path / "synced").open("wb") as synced:
+        synced.write(b"synced" * 1000)
+        synced.flush()
+        os.fsync(synced.fileno())
+    (fresh.path / "tmp").write_bytes(noise(MIB))
+    renamed = run / "step-5.pt"
+    os.rename(fresh.path / "tmp", renamed)
+    with (run / "step-6.pt").open("wb", buffering=0) as unfinished:
+        unfinished.write(noise(MIB))
+        fresh.signal(signal.SIGKILL)
+        with pytest.raises(OSError, match="not connected|aborted"):
+            unfinished.write(noise(MIB))
+    assert mounts.find_mount(str(fresh.path)) is not None, "the bare directory reappeared"
+    with pytest.raises(OSError, match="not connected"):
+        os.listdir(fresh.path)
+    fresh.umount()
+
+    report = fsck.check(str(fresh.image), scrub=True)
+    assert not report.damaged, report.findings
+    assert any("not unmounted cleanly" in finding.text for finding in report.findings)
+
+    fresh.mount()
+    for step in range(1, 5):
+        assert (run / f"step-{step}.pt").read_bytes() == noise(5 * MIB, seed=step)
+    assert (fresh.path / "synced").read_bytes() == b"synced" * 1000
+    assert renamed.read_bytes() == noise(MIB)
+    if (run / "step-6.pt").exists():
+        assert noise(MIB).startswith((run / "step-6.pt").read_bytes())
+    (run / "step-6.pt").write_bytes(noise(5 * MIB, seed=6))
+    assert (run / "step-6.pt").read_bytes() == noise(5 * MIB, seed=6)
+    fresh.umount()
+    assert fsck.check(str(fresh.image), scrub=True).findings == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_unmounts_cleanly(fresh: Live, number: signal.Signals) -> None:
+    fresh.mount()
+    (fresh.path / "file").write_bytes(noise(3 * MIB))
+    fresh.signal(number)
+    assert mounts.find_mount(str(fresh.path)) is None
+    assert fsck.check(str(fresh.image)).findings == []
+    fresh.mount()
+    assert (fresh.path / "file").read_bytes() == noise(3 * MIB)
+
+
+def test_unmounting_a_busy_mount_names_who_uses_it(fresh: Live) -> None:
+    fresh.mount()
+    (fresh.path / "file").write_bytes(b"content")
+    with _sleeper(fresh.path / "file") as process:
+        with pytest.raises(MountBusy) as caught:
+            fresh.umount()
+        assert f"pid {process.pid}" in str(caught.value)
+        assert str(fresh.path / "file") in str(caught.value)
+        fresh.check()
+        assert (fresh.path / "file").read_bytes() == b"content"
+        process.kill()
+    fresh.umount()
+
+
+def test_an_interrupted_busy_mount_stays(fresh: Live) -> None:
+    fresh.mount()
+    (fresh.path / "file").write_bytes(b"content")
+    with _sleeper(fresh.path / "file") as process:
+        os.kill(fresh.pid, signal.SIGINT)
+        _wait_for(fresh, "busy")
+        fresh.check()
+        process.kill()
+    fresh.umount()
+
+
+def test_a_terminated_busy_mount_ends_all_the_same(fresh: Live) -> None:
+    """A machine that goes down does not wait for a program that holds a file open."""
+    fresh.mount()
+    with (fresh.path / "file").open("wb", buffering=0) as file:
+        file.write(noise(MIB))
+        daemon = os.pidfd_open(fresh.pid)
+        os.kill(fresh.pid, signal.SIGTERM)
+        _wait_for(fresh, "detached")
+        assert mounts.find_mount(str(fresh.path)) is None
+        file.write(noise(MIB, seed=2))  # still served
+        file.close()
+        unmounting.wait(daemon, PATIENCE_S)
+        os.close(daemon)
+    assert fsck.check(str(fresh.image)).findings == []
+    fresh.mount()
+    assert (fresh.path / "file").read_bytes() == noise(MIB) + noise(MIB, seed=2)
+
+
+class _sleeper:  # noqa: N801
+    """A process that holds a file open."""
+
+    def __init__(self, path: Path) -> None:
+        code = "import sys; f = open(sys.argv[1]); print('open', flush=True); sys.stdin.read()"
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code, str(path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def __enter__(self) -> subprocess.Popen[str]:
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline() == "open\n"
+        return self.process
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.communicate(timeout=PATIENCE_S)
+
+
+def _wait_for(live: Live, text: str) -> None:
+    """Return when the daemon's log has the text; reading it to the end ends the wait too."""
+    follow = subprocess.Popen(
+        ["tail", "-n", "+1", "-F", str(live.log)], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert follow.stdout is not None
+        assert any(text in line for line in follow.stdout)
+    finally:
+        follow.kill()
+        follow.communicate()
+
+
+BROKEN_HANDLER = """
+from retainzfs import fs
+async def readlink(self, ino, ctx):
+    raise KeyError("a mistake in a handler")
+fs.Filesystem.readlink = readlink
+"""
+
+
+def test_a_mistake_stops_the_mount_for_good(fresh: Live) -> None:
+    """The daemon ends, the mount stays dead: nobody must write to the directory below."""
+    fresh.expected = ["stopped by a mistake", "Traceback"]
+    fresh.mount(patch=BROKEN_HANDLER)
+    (fresh.path / "link").symlink_to("target")
+    with (fresh.path / "synced").open("wb") as file:
+        file.write(b"content")
+        file.flush()
+        os.fsync(file.fileno())
+    daemon = os.pidfd_open(fresh.pid)
+    with pytest.raises(OSError, match="not connected|aborted"):
+        os.readlink(fresh.path / "link")
+    unmounting.wait(daemon, PATIENCE_S)
+    os.close(daemon)
+    with pytest.raises(OSError, match="not connected") as caught:
+        (fresh.path / "new").write_bytes(b"lost?")
+    assert caught.value.errno == errno.ENOTCONN
+    assert fresh.log.read_text().count("KeyError: 'a mistake in a handler'") == 1
+    fresh.umount()
+    assert os.listdir(fresh.path) == [], "something was written below the mount"
+    fresh.mount()
+    assert (fresh.path / "synced").read_bytes() == b"content"
+    assert os.readlink(fresh.path / "link") == "target"
+
+
+FAILING_DEVICE = """
+import os
+from retainzfs.device.emulated import EmulatedDevice
+from retainzfs.errors import DeviceError
+real = EmulatedDevice.flush
+async def flush(self):
+    if os.path.exists(self.name + ".fail"):
+        raise DeviceError(self.name, "flush", "the disk is gone")
+    await real(self)
+EmulatedDevice.flush = flush
+"""
+
+
+def test_a_failed_device_refuses_writes_and_serves_reads(fresh: Live) -> None:
+    fresh.expected = ["the disk is gone"]
+    fresh.mount(patch=FAILING_DEVICE)
+    (fresh.path / "old").write_bytes(noise(MIB))
+    with (fresh.path / "old").open("rb") as file:
+        os.fsync(file.fileno())
+    Path(f"{fresh.image}.fail").touch()
+    with (fresh.path / "new").open("wb", buffering=0) as file:
+        file.write(b"content")
+        with pytest.raises(OSError, match="error|Read-only"):
+            os.fsync(file.fileno())
+        with pytest.raises(OSError, match="Read-only"):
+            file.write(b"more")
+    fresh.check()
+    with pytest.raises(OSError, match="Read-only"):
+        (fresh.path / "new2").touch()
+    assert (fresh.path / "old").read_bytes() == noise(MIB)
+    fresh.umount()
+    Path(f"{fresh.image}.fail").unlink()
+    fresh.mount()
+    assert (fresh.path / "old").read_bytes() == noise(MIB)
