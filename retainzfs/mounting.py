@@ -180,13 +180,15 @@ def _daemon(mount: Mount, log_file: TextIO, writer: int) -> NoReturn:
         os.dup2(nowhere, 1)
         _log_to(log_file, "%(asctime)s %(levelname)s %(message)s", mount)
 
-        def answer(told: dict[str, object]) -> None:
+        def answer(told: dict[str, object]) -> bool:
+            """Return whether the parent was still there to hear it."""
             nonlocal writer
             if writer < 0:
-                return
+                return False
             os.write(writer, json.dumps(told).encode())
             os.close(writer)
             writer = -1
+            return True
 
         def ready() -> None:
             os.chdir("/")  # keeps no other filesystem busy
@@ -196,9 +198,9 @@ def _daemon(mount: Mount, log_file: TextIO, writer: int) -> NoReturn:
         try:
             code = _serve(mount, ready)
         except RetainzError as error:
-            answer({"error": str(error), "exit_code": error.exit_code})
-            log.error("%s", error)
             code = error.exit_code
+            if not answer({"error": str(error), "exit_code": code}):
+                log.error("%s", error)
     finally:
         # Nothing of the parent's is ours to flush or to clean up.
         logging.shutdown()

@@ -33,7 +33,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -72,12 +72,12 @@ class Row:
 
 @dataclass
 class Bench:
-    """A scratch directory on the disk to measure, and what was found."""
+    """One measure's scratch directory on the disk, and where it puts what it finds."""
 
     work: Path
     size: int
     repetitions: int
-    rows: list[Row] = field(default_factory=list)
+    rows: list[Row]
 
     def row(
         self, name: str, value: float, unit: str, goal: float | None = None, floor: bool = True
@@ -362,9 +362,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return args
 
 
-def report(bench: Bench) -> str:
+def report(rows: list[Row]) -> str:
     """Return the figures as JSON."""
-    figures = [{**asdict(row), "met": row.met} for row in bench.rows]
+    figures = [{**asdict(row), "met": row.met} for row in rows]
     machine = {"cpus": os.cpu_count(), "kernel": platform.release()}
     return json.dumps({"machine": machine, "figures": figures}, indent=2) + "\n"
 
@@ -372,13 +372,13 @@ def report(bench: Bench) -> str:
 def main(arguments: list[str]) -> int:
     """Run the chosen measures."""
     args = parse(arguments)
-    with tempfile.TemporaryDirectory(prefix="retainzfs-bench.", dir=args.dir) as work:
-        bench = Bench(Path(work), args.mib * MIB, args.repetitions)
-        for name in args.measures or MEASURES:
-            MEASURES[name](bench)
+    rows: list[Row] = []
+    for name in args.measures or MEASURES:
+        with tempfile.TemporaryDirectory(prefix="retainzfs-bench.", dir=args.dir) as work:
+            MEASURES[name](Bench(Path(work), args.mib * MIB, args.repetitions, rows))
     if args.json:
-        Path(args.json).write_text(report(bench))
-    return int(any(row.met is False for row in bench.rows))
+        Path(args.json).write_text(report(rows))
+    return int(any(row.met is False for row in rows))
 
 
 if __name__ == "__main__":

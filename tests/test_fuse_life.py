@@ -1,4 +1,4 @@
-"""The life of a mount: remounts, kill -9, signals, a busy unmount, failures of device and program."""
+"""The life of a mount: remounts, kill -9, signals, busy unmounts, failures."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_everything_is_there_after_a_remount(fresh: Live) -> None:
 
 def _picture(root: Path) -> dict[str, tuple[object, ...]]:
     """Return everything that stat tells of a tree, but access times."""
-    picture = {}
+    picture: dict[str, tuple[object, ...]] = {}
     for path in [root, *root.rglob("*")]:
         s = path.lstat()
         picture[str(path.relative_to(root))] = (
@@ -82,11 +82,13 @@ def test_killed_in_the_middle_of_a_save(fresh: Live) -> None:
     (fresh.path / "tmp").write_bytes(noise(MIB))
     renamed = run / "step-5.pt"
     os.rename(fresh.path / "tmp", renamed)
-    with (run / "step-6.pt").open("wb", buffering=0) as unfinished:
-        unfinished.write(noise(MIB))
-        fresh.signal(signal.SIGKILL)
-        with pytest.raises(OSError, match="not connected|aborted"):
-            unfinished.write(noise(MIB))
+    unfinished = os.open(run / "step-6.pt", os.O_WRONLY | os.O_CREAT)
+    os.write(unfinished, noise(MIB))
+    fresh.signal(signal.SIGKILL)
+    with pytest.raises(OSError, match="not connected"):
+        os.write(unfinished, noise(MIB))
+    with pytest.raises(OSError, match="not connected"):
+        os.close(unfinished)
     assert mounts.find_mount(str(fresh.path)) is not None, "the bare directory reappeared"
     with pytest.raises(OSError, match="not connected"):
         os.listdir(fresh.path)
@@ -216,7 +218,7 @@ def test_a_mistake_stops_the_mount_for_good(fresh: Live) -> None:
         file.flush()
         os.fsync(file.fileno())
     daemon = os.pidfd_open(fresh.pid)
-    with pytest.raises(OSError, match="not connected|aborted"):
+    with pytest.raises(ConnectionAbortedError):
         os.readlink(fresh.path / "link")
     unmounting.wait(daemon, PATIENCE_S)
     os.close(daemon)
@@ -253,7 +255,7 @@ def test_a_failed_device_refuses_writes_and_serves_reads(fresh: Live) -> None:
     Path(f"{fresh.image}.fail").touch()
     with (fresh.path / "new").open("wb", buffering=0) as file:
         file.write(b"content")
-        with pytest.raises(OSError, match="error|Read-only"):
+        with pytest.raises(OSError, match="Input/output error"):
             os.fsync(file.fileno())
         with pytest.raises(OSError, match="Read-only"):
             file.write(b"more")

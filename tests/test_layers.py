@@ -25,9 +25,10 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
         "_zio mounts",
         "layout hints",
         "device",
-        "zones",
+        "zones inodes",
         "namespace placement journal",
         "lanes",
+        "reader",
         "stream",
         "retention committer",
         "reclaim recovery",
@@ -49,7 +50,7 @@ RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 # Outside packages, and who may import them: FUSE stays in the adapter, and what is pure neither
 # waits nor touches a descriptor.
 FUSE_ROOMS = {"fs", "control", "session"}
-PURE = {"errors", "layout", "hints", "zones", "placement", "namespace"}
+PURE = {"errors", "layout", "hints", "zones", "placement", "inodes", "namespace"}
 IMPURE = {"trio", "pyfuse3", "subprocess", "socket", "threading", "asyncio"}
 
 
