@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import stat
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
@@ -75,7 +75,7 @@ class Inode:
         self.entries: dict[bytes, int] | None = None
         # From here on: what is not on the medium.
         self.logged_size = 0  # the size that the journal knows
-        self.dirty: list[Span] = []  # blocks whose extents the journal does not know yet
+        self.dirty = Spans()  # blocks whose extents the journal does not know yet
         self.shadow: list[Extent] = []
         self.changed = 0  # sequence of the batch that holds, or will hold, its newest record
         self.since = 0.0  # when it became dirty
@@ -119,25 +119,50 @@ def _block_of(extent: Extent) -> int:
     return extent.block
 
 
-def merge(spans: Iterable[Span]) -> list[Span]:
-    """Return the same blocks as sorted spans that neither touch nor overlap."""
-    out: list[Span] = []
-    for start, end in sorted(spans):
-        if out and start <= out[-1][1]:
-            out[-1] = (out[-1][0], max(out[-1][1], end))
-        elif start < end:
-            out.append((start, end))
-    return out
+class Spans:
+    """A set of blocks as sorted spans [start, end) that neither touch nor overlap."""
 
+    __slots__ = ("_ends", "_starts")
 
-def outside(extent: Extent, spans: list[Span]) -> Iterator[Extent]:
-    """Yield the parts of the extent that lie in none of the spans (sorted, disjoint)."""
-    at = extent.block
-    for start, end in spans:
-        if end <= at or start >= extent.end:
-            continue
-        if start > at:
-            yield extent.part(at, start)
-        at = max(at, end)
-    if at < extent.end:
-        yield extent.part(at, extent.end)
+    def __init__(self, spans: Iterable[Span] = ()) -> None:
+        self._starts: list[int] = []
+        self._ends: list[int] = []
+        for start, end in spans:
+            self.add(start, end)
+
+    def __bool__(self) -> bool:
+        return bool(self._starts)
+
+    def __iter__(self) -> Iterator[Span]:
+        return zip(self._starts, self._ends, strict=True)
+
+    def add(self, start: int, end: int) -> None:
+        if start >= end:
+            return
+        starts, ends = self._starts, self._ends
+        i = bisect_left(ends, start)  # the first span that touches or lies behind
+        j = bisect_right(starts, end)  # behind the last one that touches
+        if i < j:
+            start, end = min(start, starts[i]), max(end, ends[j - 1])
+        starts[i:j] = [start]
+        ends[i:j] = [end]
+
+    def cut(self, end: int) -> None:
+        """Forget the blocks from `end` on."""
+        i = bisect_left(self._starts, end)
+        del self._starts[i:], self._ends[i:]
+        if self._ends and self._ends[-1] > end:
+            self._ends[-1] = end
+
+    def outside(self, extent: Extent) -> Iterator[Extent]:
+        """Yield the parts of the extent that lie in none of the spans."""
+        at = extent.block
+        for i in range(bisect_right(self._ends, at), len(self._starts)):
+            start = self._starts[i]
+            if start >= extent.end:
+                break
+            if start > at:
+                yield extent.part(at, start)
+            at = self._ends[i]
+        if at < extent.end:
+            yield extent.part(at, extent.end)

@@ -210,7 +210,9 @@ def _daemon(mount: Mount, log_file: TextIO, writer: int) -> NoReturn:
 def _serve(mount: Mount, ready: Callable[[], None]) -> int:
     """Raises RetainzError; a mistake of this program is logged with its traceback."""
     options, directory = mount.options, os.path.realpath(mount.directory)
-    volume_options = Options(commit=options.commit, policy=options.policy)
+    volume_options = Options(
+        commit=options.commit, policy=options.policy, wall_ns=session.kernel_time_ns
+    )
     if options.pool is not None:
         volume_options = replace(volume_options, pool=options.pool)
     setup = session.Setup(

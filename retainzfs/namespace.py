@@ -24,7 +24,7 @@ from typing import Protocol
 
 from retainzfs import layout
 from retainzfs.errors import FSError
-from retainzfs.inodes import Extent, Inode, Run, merge, outside
+from retainzfs.inodes import Extent, Inode, Run, Spans
 from retainzfs.layout import BLOCK
 
 __all__ = ["ROOT", "Extent", "FSError", "Inode", "Ledger", "Namespace", "Run", "map_record"]
@@ -271,9 +271,8 @@ class Namespace:
             dropped.append(extent.part(max(start, extent.block), min(end, extent.end)))
             j += 1
         extents[i:j] = remains
-        spans = merge(inode.dirty) if keep and dropped else []
         for extent in dropped:
-            kept = list(outside(extent, spans)) if keep else []
+            kept = list(inode.dirty.outside(extent)) if keep else []
             inode.shadow += kept
             lost = extent.blocks - sum(e.blocks for e in kept)
             if lost:
@@ -284,7 +283,7 @@ class Namespace:
         end = -(-size // BLOCK)
         self.drop(inode, end, _FOREVER)
         inode.content = inode.content[:size]
-        inode.dirty = [(a, min(b, end)) for a, b in inode.dirty if a < end]
+        inode.dirty.cut(end)
         for extent in inode.shadow:
             if extent.end > end:
                 self._lose(inode, extent.run, extent.end - max(end, extent.block))
@@ -325,7 +324,7 @@ class Namespace:
         Every run that the inode holds must be on the device, and flushed before the records.
         """
         yield self.describe(inode)
-        for start, end in merge(inode.dirty):
+        for start, end in inode.dirty:
             for extent in inode.spans(start, end):
                 yield map_record(inode.ino, extent)
             if start == 0:
@@ -334,7 +333,7 @@ class Namespace:
                 else:
                     yield layout.ContentRecord(inode.ino, inode.content)
         yield layout.SizeRecord(inode.ino, inode.size)
-        inode.dirty = []
+        inode.dirty = Spans()
         inode.logged_size = inode.size
         self.drop_shadow(inode)
 
@@ -350,9 +349,8 @@ class Namespace:
         if inode.content:
             yield layout.ContentRecord(inode.ino, inode.content)
         yield layout.SizeRecord(inode.ino, inode.logged_size)
-        spans = merge(inode.dirty)
         for extent in inode.extents:
-            for part in outside(extent, spans):
+            for part in inode.dirty.outside(extent):
                 yield map_record(inode.ino, part)
         for extent in inode.shadow:
             yield map_record(inode.ino, extent)

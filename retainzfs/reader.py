@@ -36,7 +36,9 @@ class Reader:
         skip = offset - first * BLOCK
         extents = list(inode.spans(first, last))
         if any(e.run.failed for e in extents):
-            raise FSError(errno.EIO, self.namespace.path(inode.ino), "its bytes could not be written")
+            raise FSError(
+                errno.EIO, self.namespace.path(inode.ino), "its bytes could not be written"
+            )
         if (
             len(extents) == 1
             and extents[0].blocks == last - first

@@ -111,7 +111,7 @@ class Stream:
             content = bytearray(inode.content.ljust(end, b"\0"))
             content[offset:end] = data
             inode.content = bytes(content)
-            self._dirty(inode, 0, 1)
+            inode.dirty.add(0, 1)
             inode.size = max(inode.size, end)
             return
         if inode.content and inode.size and not self._mapped(inode, 0):
@@ -225,15 +225,8 @@ class Stream:
             run.length += n
             start = block + at // BLOCK
             self.namespace.map(inode, Extent(start, n, run, first), keep=True)
-            self._dirty(inode, start, start + n)
+            inode.dirty.add(start, start + n)
             at += n * BLOCK
-
-    def _dirty(self, inode: Inode, start: int, end: int) -> None:
-        spans = inode.dirty
-        if spans and spans[-1][0] <= start <= spans[-1][1]:
-            spans[-1] = (spans[-1][0], max(end, spans[-1][1]))
-        else:
-            spans.append((start, end))
 
     async def _room(self, inode: Inode, lane: Lane, nbytes: int) -> OpenRun:
         """Return an open run with room: the file's own, or the one its lane shares."""

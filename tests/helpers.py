@@ -8,9 +8,13 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
+import trio
+
 from retainzfs.device import Geometry, Sums
 from retainzfs.device.memory import MemoryDevice
 from retainzfs.device.rules import ZoneRules, ZoneState
+from retainzfs.errors import DeviceError
+from retainzfs.journal import METADATA_ZONES_MIN
 from retainzfs.volume import ROOT, Options, Volume
 
 FILE = 0o100644
@@ -81,6 +85,41 @@ async def tree(volume: Volume, ino: int = ROOT, base: bytes = b"") -> dict[bytes
         else:
             out[path] = await content(volume, child)
     return out
+
+
+class FaultyDevice(MemoryDevice):
+    """Refuses appends to `bad` zones, fails flushes while `broken`; with `gate` set, the next
+    append to a data zone waits for it."""
+
+    def __init__(self, geometry: Geometry) -> None:
+        super().__init__(geometry)
+        self.bad: set[int] = set()
+        self.broken = False
+        self.gate: trio.Event | None = None
+        self.waiting = trio.Event()
+
+    async def append(self, zone: int, offset: int, data: memoryview, header: bytes = b"") -> Sums:
+        if zone >= METADATA_ZONES_MIN and self.gate is not None:
+            gate, self.gate = self.gate, None
+            self.waiting.set()
+            await gate.wait()
+        if zone in self.bad:
+            raise DeviceError(self.name, f"write to zone {zone}", "Input/output error")
+        return await super().append(zone, offset, data, header)
+
+    async def flush(self) -> None:
+        if self.broken:
+            raise DeviceError(self.name, "flush", "Input/output error")
+        await super().flush()
+
+
+def zones_of(volume: Volume, ino: int) -> set[int]:
+    return {e.run.zone for e in volume.inode(ino).extents}
+
+
+def damage(device: MemoryDevice, zone: int, byte: int) -> None:
+    """Flip one bit of what the device stored."""
+    device._zones[zone][byte] ^= 1
 
 
 class CrashingDevice(MemoryDevice):

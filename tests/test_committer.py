@@ -1,0 +1,139 @@
+"""Rounds: who shares a flush, what goes out in which order, and what a failure leaves."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import trio
+import trio.testing
+
+from retainzfs.errors import ReadOnly, RetainzError
+from retainzfs.layout import SizeRecord
+from retainzfs.volume import ROOT, Volume
+from tests.helpers import (
+    FILE,
+    Clock,
+    CrashingDevice,
+    FaultyDevice,
+    PowerCut,
+    content,
+    formatted,
+    mounted,
+    options,
+    put,
+    small_device,
+)
+
+pytestmark = pytest.mark.volume
+
+
+async def test_fsyncs_at_one_time_share_their_flushes() -> None:
+    device = await formatted(small_device())
+    async with mounted(device) as volume:
+        files = [(await volume.make(ROOT, b"f%d" % i, FILE, 0, 0)).ino for i in range(20)]
+        await volume.syncfs()
+        for ino in files:
+            await volume.write(ino, 0, b"x" * 5000)
+        before = device.statistics()["flushes"]
+        async with trio.open_nursery() as nursery:
+            for ino in files:
+                nursery.start_soon(volume.fsync, ino)
+        # One of the data and one of the log a round; a round may be under way when they come.
+        assert device.statistics()["flushes"] - before <= 4
+        before = device.statistics()["flushes"]
+        for ino in files:
+            await volume.fsync(ino)
+        assert device.statistics()["flushes"] == before, "a clean inode costs a flush"
+
+
+async def test_bytes_of_a_renamed_file_go_out_before_its_name() -> None:
+    """The usual way to replace a file, without any fsync: a crash shows the old or the new."""
+    for cut in range(1, 12):
+        device = CrashingDevice(small_device().geometry)
+        await formatted(device)
+        with pytest.raises(BaseExceptionGroup) as caught:
+            async with Volume.mounted(device, options()) as volume:
+                old = await put(volume, ROOT, b"name", b"old" * 3000)
+                await volume.fsync(old)
+                await put(volume, ROOT, b"temp", b"new" * 3000)
+                device.cut_at = device.operations + cut
+                await volume.rename(ROOT, b"temp", ROOT, b"name")
+                while True:
+                    await volume.syncfs()
+                    await put(volume, ROOT, b"more-%d" % device.operations, b"x" * 5000)
+        assert caught.value.split(PowerCut)[1] is None
+        survivor = device.after_cut(random.Random(cut))
+        await survivor.start()
+        async with mounted(survivor) as volume:
+            found = await content(volume, volume.lookup(ROOT, b"name").ino)
+            assert found in (b"old" * 3000, b"new" * 3000)
+
+
+async def test_what_nobody_syncs_is_durable_after_a_while(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    class Synchronous(Clock):
+        def monotonic_s(self) -> float:
+            return trio.current_time()
+
+    device = CrashingDevice(small_device().geometry)
+    await formatted(device)
+    with pytest.raises(BaseExceptionGroup):
+        async with Volume.mounted(device, options(Synchronous())) as volume:
+            await put(volume, ROOT, b"f", b"x" * 10_000)
+            await trio.sleep(1.5)
+            assert volume.committer.dirty, "data wait longer than names"
+            await trio.sleep(6)
+            assert not volume.committer.dirty
+            device.cut_at = device.operations + 1
+            await volume.make(ROOT, b"g", FILE, 0, 0)
+            await volume.syncfs()
+    survivor = device.after_cut(random.Random(0))
+    await survivor.start()
+    async with mounted(survivor) as volume:
+        assert await content(volume, volume.lookup(ROOT, b"f").ino) == b"x" * 10_000
+
+
+async def test_a_failed_flush_is_final() -> None:
+    device = await formatted(FaultyDevice(small_device().geometry))
+    with trio.fail_after(10):
+        async with mounted(device) as volume:
+            ino = await put(volume, ROOT, b"f", b"x" * 50_000)
+            device.broken = True
+            with pytest.raises(RetainzError):
+                await volume.fsync(ino)
+            device.broken = False
+            with pytest.raises(ReadOnly):
+                await volume.fsync(ino)
+            with pytest.raises(ReadOnly):
+                await volume.write(ino, 0, b"x")
+            with pytest.raises(ReadOnly):
+                await volume.unlink(ROOT, b"f")
+            await volume.failure_event.wait()
+            assert await content(volume, ino) == b"x" * 50_000
+            assert volume.statistics()["failed"] is not None
+
+
+async def test_an_unexpected_exception_acknowledges_nothing() -> None:
+    device = await formatted(small_device())
+    acknowledged = False
+    with pytest.raises(BaseExceptionGroup) as caught:
+        async with mounted(device) as volume:
+            ino = await put(volume, ROOT, b"f", b"x" * 50_000)
+
+            async def fail() -> None:
+                raise ZeroDivisionError
+
+            device.flush = fail  # type: ignore[method-assign]
+            await volume.fsync(ino)
+            acknowledged = True
+    assert caught.value.split(ZeroDivisionError)[1] is None
+    assert not acknowledged
+
+
+async def test_a_record_of_an_unknown_inode_is_refused() -> None:
+    device = await formatted(small_device())
+    async with mounted(device) as volume:
+        with pytest.raises(ValueError, match="does not exist"):
+            volume.committer.log(SizeRecord(999, 1))

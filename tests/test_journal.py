@@ -1,0 +1,217 @@
+"""The log: chains of zones, torn tails, and damage of what was durable."""
+
+from __future__ import annotations
+
+import copy
+import random
+
+import pytest
+
+from retainzfs import journal, layout
+from retainzfs.errors import Damaged, DeviceError, RetainzError
+from retainzfs.journal import Journal
+from retainzfs.layout import BLOCK, BatchKind
+from retainzfs.volume import ROOT, Volume
+from tests.helpers import (
+    FILE,
+    CrashingDevice,
+    FaultyDevice,
+    PowerCut,
+    damage,
+    formatted,
+    mounted,
+    options,
+    small_device,
+)
+
+pytestmark = pytest.mark.volume
+
+RECORD = layout.encode(layout.ZoneRecord(9, 1))
+
+
+async def opened(device: FaultyDevice) -> Journal:
+    """Return the journal of a formatted device, ready to append."""
+    replay, chain, end = await journal.scan(device)
+    log = Journal(device, replay.superblock)
+    log.resume(replay, chain, end)
+    return log
+
+
+async def logged(device: FaultyDevice, batches: int) -> Journal:
+    """Append batches, each flushed."""
+    log = await opened(device)
+    for _ in range(batches):
+        await log.append(BatchKind.LOG, RECORD, 1.0)
+        await log.flush()
+    return log
+
+
+def faulty() -> FaultyDevice:
+    return FaultyDevice(small_device().geometry)
+
+
+async def test_batches_come_back_in_order() -> None:
+    device = await formatted(faulty())
+    log = await logged(device, 5)
+    replay, _, end = await journal.scan(device)
+    assert [b.payload for b in replay.log] == [RECORD] * 5
+    assert replay.sequence == log.sequence
+    assert end == log.write_pointer
+    assert not replay.clean
+    assert replay.rolled_back == 0
+
+
+@pytest.mark.parametrize("back", [1, 2])
+async def test_a_torn_tail_rolls_back_and_nothing_follows_it(back: int) -> None:
+    """`back`: how many of the last, unflushed batches are broken and behind the break."""
+    device = await formatted(faulty())
+    log = await logged(device, 3)
+    zone = log.chain[log.position]
+    for _ in range(2):
+        await log.append(BatchKind.LOG, RECORD, 1.0)
+    damage(device, zone, log.write_pointer - back * BLOCK + 10)
+    replay, _, _ = await journal.scan(device)
+    assert len(replay.log) == 3 + 2 - back
+    assert replay.rolled_back == back * BLOCK
+    resumed = await opened(device)
+    await resumed.append(BatchKind.LOG, RECORD, 2.0)
+    assert resumed.chain[resumed.position] != zone, "something was appended behind a torn batch"
+    await resumed.flush()
+    replay, _, _ = await journal.scan(device)
+    assert len(replay.log) == 3 + 2 - back + 1
+
+
+async def test_a_broken_batch_that_was_durable_is_damage() -> None:
+    device = await formatted(faulty())
+    log = await logged(device, 4)
+    zone = log.chain[log.position]
+    damage(device, zone, log.write_pointer - 3 * BLOCK + 10)
+    with pytest.raises(Damaged, match=f"zone {zone}, byte .*was durable") as caught:
+        await journal.scan(device)
+    assert caught.value.exit_code == 3
+
+
+async def test_a_missing_zone_of_the_chain_is_damage() -> None:
+    device = await formatted(faulty())
+    log = await opened(device)
+    while log.position < 3:
+        await log.append(BatchKind.LOG, RECORD * 1000, 1.0)
+    await log.flush()
+    damage(device, log.chain[2], 10)
+    with pytest.raises(Damaged, match="no complete snapshot"):
+        await journal.scan(device)
+
+
+@pytest.mark.parametrize("operation", ["append", "flush"])
+async def test_a_failure_is_final(operation: str) -> None:
+    device = await formatted(faulty())
+    log = await logged(device, 1)
+    device.broken = operation == "flush"
+    device.bad = {log.chain[log.position]} if operation == "append" else set()
+    with pytest.raises(DeviceError):
+        await (log.append(BatchKind.LOG, RECORD, 1.0) if device.bad else log.flush())
+    device.broken, device.bad = False, set()
+    appended = log.appended
+    with pytest.raises(DeviceError):
+        await log.append(BatchKind.LOG, RECORD, 1.0)
+    with pytest.raises(DeviceError):
+        await log.flush()
+    assert log.appended == appended
+
+
+async def churn(volume: Volume, rounds: int) -> int:
+    """Write much more log than the metadata zones hold; return the last acknowledged value."""
+    ino = volume.namespace.directory(ROOT).get(b"f")
+    if ino is None:
+        ino = (await volume.make(ROOT, b"f", FILE, 0, 0)).ino
+        for i in range(100):
+            await volume.make(ROOT, b"other-%d" % i, FILE, 0, 0)
+    for i in range(rounds):
+        await volume.setxattr(ino, b"user.value", b"%d" % i + bytes(10_000))
+        await volume.fsync(ino)
+        volume.journal.acknowledged = i  # type: ignore[attr-defined]
+    return ino
+
+
+async def test_the_log_goes_round_for_ever() -> None:
+    device = await formatted(small_device())
+    async with mounted(device) as volume:
+        ino = await churn(volume, 400)
+        assert volume.journal.position > 3 * volume.journal.zones, "every zone was used again"
+        assert len(set(volume.journal.chain.values())) <= volume.journal.zones
+    async with mounted(device) as volume:
+        assert volume.getxattr(ino, b"user.value").rstrip(b"\0") == b"399"
+        assert len(volume.entries(ROOT)) == 101
+
+
+async def test_a_power_cut_at_any_operation_of_the_log() -> None:
+    """The workload switches zones and takes snapshots; see that every cut keeps what was synced."""
+    whole = CrashingDevice(small_device(zones=12).geometry)
+    await formatted(whole)
+    start = whole.operations
+    async with Volume.mounted(whole, options()) as volume:
+        await churn(volume, 60)
+        assert volume.journal.snapshot_position > 1
+    rng = random.Random(7)
+    for cut in range(start + 1, whole.operations + 1):
+        device = CrashingDevice(whole.geometry)
+        await formatted(device)
+        device.cut_at = cut
+        acknowledged = -1
+        try:
+            async with Volume.mounted(device, options()) as volume:
+                await churn(volume, 60)
+        except BaseExceptionGroup as group:
+            assert group.split(PowerCut)[1] is None
+        acknowledged = getattr(volume.journal, "acknowledged", -1)
+        survivor = device.after_cut(rng)
+        await survivor.start()
+        async with mounted(survivor) as volume:
+            if acknowledged >= 0:
+                ino = volume.lookup(ROOT, b"f").ino
+                value = int(volume.getxattr(ino, b"user.value").rstrip(b"\0"))
+                assert value in (acknowledged, acknowledged + 1)
+
+
+async def test_a_snapshot_without_its_end_does_not_count() -> None:
+    device = await formatted(faulty())
+    log = await logged(device, 2)
+    await log.append(BatchKind.SNAPSHOT_BEGIN, b"", 1.0)
+    await log.append(BatchKind.SNAPSHOT, RECORD, 1.0)
+    await log.flush()
+    replay, _, _ = await journal.scan(device)
+    assert len(replay.log) == 2
+    assert all(b.payload != RECORD for b in replay.snapshot)
+
+
+async def test_bytes_that_pass_their_checksum_and_are_no_record_are_damage() -> None:
+    device = await formatted(faulty())
+    log = await opened(device)
+    await log.append(BatchKind.LOG, b"\xff" * 10, 1.0)
+    await log.flush()
+    with pytest.raises(Damaged, match="unknown record type 255"):
+        async with mounted(device):
+            pass
+
+
+async def test_full_metadata_zones_refuse_growth_and_admit_deletes() -> None:
+    device = await formatted(small_device())
+    async with mounted(device) as volume:
+        made = 0
+        with pytest.raises(RetainzError, match="metadata zones"):
+            for _ in range(100_000):
+                await volume.make(ROOT, b"a-quite-long-name-of-a-file-%d" % made, FILE, 0, 0)
+                made += 1
+                if made % 50 == 0:
+                    await volume.syncfs()
+        assert volume.failed is None
+        for i in range(made):
+            await volume.unlink(ROOT, b"a-quite-long-name-of-a-file-%d" % i)
+            if i % 50 == 0:
+                await volume.syncfs()
+        await volume.syncfs()
+        assert volume.failed is None
+    untouched = copy.deepcopy(device)
+    async with mounted(untouched) as volume:
+        assert volume.entries(ROOT) == []
+        await volume.make(ROOT, b"again", FILE, 0, 0)

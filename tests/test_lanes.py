@@ -1,0 +1,72 @@
+"""Zones for lanes: exact promises, one kind a zone, and no order of bytes lost."""
+
+from __future__ import annotations
+
+import pytest
+import trio
+from hypothesis import given
+from hypothesis import strategies as st
+
+from retainzfs.lanes import fit, stored
+from retainzfs.layout import BLOCK, INLINE_SUMS_MAX, RUN_BLOCKS_MAX
+from retainzfs.volume import ROOT
+from retainzfs.zones import Kind
+from tests.helpers import DIRECTORY, formatted, mounted, put, small_device, zones_of
+
+
+@pytest.mark.pure
+@given(st.integers(1, 2000), st.integers(1, RUN_BLOCKS_MAX))
+def test_what_fits_is_the_most_that_fits(tail: int, want: int) -> None:
+    blocks = fit(tail, want)
+    assert 1 <= blocks <= want
+    assert blocks + (blocks > INLINE_SUMS_MAX) <= tail
+    more = blocks + 1
+    assert blocks == want or more + (more > INLINE_SUMS_MAX) > tail
+
+
+@pytest.mark.pure
+@given(st.integers(0, 10**9))
+def test_stored_bytes_hold_the_trailers_of_full_runs(nbytes: int) -> None:
+    blocks = -(-nbytes // BLOCK)
+    full, rest = divmod(blocks, RUN_BLOCKS_MAX)
+    needed = full * (RUN_BLOCKS_MAX + 1) + rest + (rest > INLINE_SUMS_MAX)
+    assert needed * BLOCK <= stored(nbytes)
+
+
+@pytest.mark.volume
+async def test_kinds_of_data_share_no_zone() -> None:
+    device = await formatted(small_device())
+    classes = {b"cache": Kind.CACHE, b"scratch": Kind.SCRATCH, b"output": Kind.OUTPUT}
+    async with mounted(device) as volume:
+        found: dict[Kind, int] = {}
+        for name, kind in classes.items():
+            directory = await volume.make(ROOT, name, DIRECTORY, 0, 0)
+            await volume.setxattr(directory.ino, b"user.retainz.class", name)
+            found[kind] = await put(volume, directory.ino, b"f", b"x" * 10_000)
+        found[Kind.UNHINTED] = await put(volume, ROOT, b"plain", b"x" * 10_000)
+        kept = await volume.make(ROOT, b"kept", DIRECTORY, 0, 0)
+        await volume.setxattr(kept.ino, b"user.retainz.anchor", b"1")
+        found[Kind.ANCHOR] = await put(volume, kept.ino, b"step-1.pt", b"x" * 10_000)
+        run = await volume.make(ROOT, b"run", DIRECTORY, 0, 0)
+        await volume.setxattr(run.ino, b"user.retainz.keep_last", b"1")
+        found[Kind.FINITE] = await put(volume, run.ino, b"step-1.pt", b"x" * 10_000)
+        await volume.syncfs()
+        for kind, ino in found.items():
+            assert {volume.table[z].kind for z in zones_of(volume, ino)} == {kind}
+
+
+@pytest.mark.volume
+async def test_finishing_waits_for_what_was_promised() -> None:
+    device = await formatted(small_device())
+    async with mounted(device) as volume:
+        ino = await put(volume, ROOT, b"f", b"x" * 10_000)
+        await volume.fsync(ino)
+        (index,) = zones_of(volume, ino)
+        zone = volume.table[index]
+        with trio.fail_after(5):
+            await volume.lanes.finish(zone)
+        assert zone.tail == 0
+        other = await put(volume, ROOT, b"g", b"y" * 10_000)
+        await volume.fsync(other)
+        assert zones_of(volume, other).isdisjoint({index})
+        assert volume.stream.write_errors == 0
