@@ -14,6 +14,7 @@ Invariants
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 
 import trio
@@ -40,6 +41,7 @@ class Committer:
         stream: Stream,
         clock_s: Callable[[], float],
         durable: Callable[[], None],
+        interval_s: float = DATA_INTERVAL_S,
     ) -> None:
         self.device = device
         self.journal = journal
@@ -49,11 +51,12 @@ class Committer:
         self.round = 1  # carries what is queued now
         self.durable_round = 0
         self.dirty: dict[int, Inode] = {}
-        self.ordered: set[int] = set()  # renamed: their bytes go out before the name
         self.failed: errors.RetainzError | None = None
         self.rounds = 0
+        self.interval_s = interval_s
         self._durable = durable
-        self._queue: list[bytes] = []
+        self._queue: list[bytes | int] = []  # operations, and inodes whose bytes go before the next
+        self._looked_s = -math.inf  # when the dirty inodes were last searched for due ones
         self._waiting: list[tuple[list[Inode], trio.Event]] = []
         self._wake = trio.Event()
         self._flushed = 0  # the stream's count of written bytes at the last flush
@@ -73,18 +76,21 @@ class Committer:
                 self.namespace.inodes[record.ino].changed = self.round
         self._queue.append(layout.encode_all(records))
 
-    def touch(self, inode: Inode) -> None:
-        """The inode has bytes that the journal does not know."""
+    def order(self, inode: Inode) -> None:
+        """What is logged next becomes durable no sooner than the inode's bytes."""
+        self._queue.append(inode.ino)
+
+    def touch(self, inode: Inode, interval_s: float | None = None) -> None:
+        """The inode has bytes that the journal does not know, and shall soon."""
         if inode.ino not in self.dirty:
             self.dirty[inode.ino] = inode
-            inode.since = self.clock_s()
+            inode.due_s = self.clock_s() + (interval_s or self.interval_s)
 
     def clean(self, inode: Inode) -> bool:
         return inode.ino not in self.dirty and inode.changed <= self.durable_round
 
     def forget(self, inode: Inode) -> None:
         self.dirty.pop(inode.ino, None)
-        self.ordered.discard(inode.ino)
 
     # Committing
 
@@ -142,33 +148,29 @@ class Committer:
 
     def _wanted(self, waiting: list[tuple[list[Inode], trio.Event]]) -> list[Inode]:
         inodes = {i.ino: i for group, _ in waiting for i in group if i.ino in self.dirty}
-        inodes |= {ino: self.dirty[ino] for ino in self.ordered if ino in self.dirty}
-        self.ordered.clear()
-        old = self.clock_s() - DATA_INTERVAL_S
-        for ino, inode in self.dirty.items():
-            if inode.since > old:
-                break  # they are in the order in which they became dirty
-            inodes[ino] = inode
+        now = self.clock_s()
+        if now >= self._looked_s + METADATA_INTERVAL_S or now < self._looked_s:
+            self._looked_s = now
+            inodes |= {ino: inode for ino, inode in self.dirty.items() if inode.due_s <= now}
         return [inodes[ino] for ino in sorted(inodes)]
 
     async def _commit(self, inodes: list[Inode]) -> None:
-        locks = [self.stream.stage(inode).lock for inode in inodes]
-        held: list[trio.Lock] = []
+        held: dict[int, Inode] = {}
         try:
-            for lock in locks:
-                await lock.acquire()
-                held.append(lock)
-            for inode in inodes:
-                self.stream.seal_of(inode)
-            for inode in inodes:
-                await self.stream.drain(inode)
-            operations, self._queue = self._queue, []
-            for inode in inodes:
-                if inode.error is None and inode.ino in self.dirty:
-                    operations += self._collect(inode)
+            pending = inodes
+            while pending:
+                for inode in pending:
+                    await self.stream.stage(inode).lock.acquire()
+                    held[inode.ino] = inode
+                for inode in pending:
+                    self.stream.seal_of(inode)
+                for inode in pending:
+                    await self.stream.drain(inode)
+                pending = self._ordered_but(held)
+            operations = self._operations(held)
         finally:
-            for lock in held:
-                lock.release()
+            for inode in held.values():
+                self.stream.stage(inode).lock.release()
         current = self.round
         self.round += 1
         self.rounds += 1
@@ -181,6 +183,39 @@ class Committer:
         await self.journal.flush()
         self.durable_round = current
         self._durable()
+
+    def _ordered_but(self, held: dict[int, Inode]) -> list[Inode]:
+        """Return the inodes whose bytes must come before something queued, other than `held`."""
+        numbers = {entry for entry in self._queue if isinstance(entry, int)}
+        return [self.dirty[n] for n in sorted(numbers) if n in self.dirty and n not in held]
+
+    def _operations(self, drained: dict[int, Inode]) -> list[bytes]:
+        """Take the queue, and add what drained inodes hold.
+
+        Bytes that were ordered before an operation stand before it, and once more behind the queue:
+        it may hold older sizes of the same file. Attributes always go behind: an earlier batch
+        must not count links that a later one makes.
+        """
+        queue, self._queue = self._queue, []
+        operations: list[bytes] = []
+        pieces: dict[int, list[bytes]] = {}
+        for entry in queue:
+            if isinstance(entry, bytes):
+                operations.append(entry)
+            elif self._collectable(entry):
+                pieces[entry] = self._collect(self.dirty[entry])
+                operations += pieces[entry]
+        for ino in drained:
+            if self._collectable(ino):
+                pieces[ino] = self._collect(self.dirty[ino])
+        for ino, records in pieces.items():
+            inode = self.namespace.inodes.get(ino)
+            if inode is not None:
+                operations += [*records, layout.encode(self.namespace.describe(inode))]
+        return operations
+
+    def _collectable(self, ino: int) -> bool:
+        return ino in self.dirty and self.dirty[ino].error is None
 
     def _collect(self, inode: Inode) -> list[bytes]:
         records = list(self.namespace.collect(inode))
@@ -260,7 +295,8 @@ class Committer:
         """Commit everything, write a snapshot, and mark the log as cleanly ended."""
         async with self._busy:
             for inode in self.dirty.values():
-                inode.since = -DATA_INTERVAL_S
+                inode.due_s = 0.0
+            self._looked_s = -math.inf
             await self._round()
         await self.snapshot()
         async with self._busy:

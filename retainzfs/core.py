@@ -12,7 +12,7 @@ from typing import Self
 import trio
 
 from retainzfs import errors, hints, layout, placement, recovery
-from retainzfs.committer import Committer
+from retainzfs.committer import DATA_INTERVAL_S, Committer
 from retainzfs.device import Device
 from retainzfs.lanes import Lane, Lanes
 from retainzfs.layout import BLOCK
@@ -107,7 +107,13 @@ class Core:
         self.stream = Stream(device, self.lanes, self.reader, self.uuid, nursery, pool=options.pool)
         self.lanes.staged = self.stream.staged
         self.committer = Committer(
-            device, self.journal, self.namespace, self.stream, self.now_s, self._now_durable
+            device,
+            self.journal,
+            self.namespace,
+            self.stream,
+            self.now_s,
+            self._now_durable,
+            options.commit if isinstance(options.commit, float) else DATA_INTERVAL_S,
         )
         self.namespace.ledger = Accounts(self.table, lambda: self.committer.round)
         self.reclaim = Reclaim(

@@ -57,10 +57,10 @@ class Extent(NamedTuple):
 
 class Inode:
     __slots__ = (
-        "atime_ns", "changed", "content", "ctime_ns", "dirty", "entries", "error", "extents",
-        "generation", "gid", "handles", "ino", "kind_hint", "logged_size", "lookups", "mode",
-        "mtime_ns", "nlink", "parent", "rdev", "shadow", "since", "size", "stage", "uid", "writes",
-        "xattrs",
+        "atime_ns", "changed", "content", "ctime_ns", "dirty", "due_s", "entries", "error",
+        "extents", "generation", "gid", "handles", "ino", "known_content", "logged_size",
+        "lookups", "mode", "mtime_ns", "nlink", "parent", "rdev", "shadow", "size", "stage", "uid",
+        "writes", "xattrs",
     )  # fmt: skip
 
     def __init__(self, ino: int) -> None:
@@ -77,14 +77,14 @@ class Inode:
         self.logged_size = 0  # the size that the journal knows
         self.dirty = Spans()  # blocks whose extents the journal does not know yet
         self.shadow: list[Extent] = []
+        self.known_content = b""  # `content` as the journal knows it
         self.changed = 0  # sequence of the batch that holds, or will hold, its newest record
-        self.since = 0.0  # when it became dirty
+        self.due_s = 0.0  # epoch by which a dirty inode is committed
         self.handles = 0
         self.lookups = 0
         self.writes = 0  # counts modifications; a cached copy of another count is stale
         self.error: RetainzError | None = None  # a write that failed after its caller had gone
         self.stage: object = None  # the stream's own
-        self.kind_hint = 0
 
     @property
     def is_dir(self) -> bool:

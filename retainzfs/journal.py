@@ -259,6 +259,8 @@ async def scan(device: Device) -> tuple[Replay, dict[int, int], int]:
 def _check_geometry(device: Device, superblock: Superblock) -> None:
     geometry = device.geometry
     ours = (superblock.zone_size, superblock.zone_capacity, superblock.zone_count)
+    if superblock.metadata_zones != metadata_zones(superblock.zone_count):
+        raise errors.Damaged(device.name, "its superblock counts other metadata zones")
     theirs = (geometry.zone_size, geometry.zone_capacity, geometry.zone_count)
     if ours != theirs:
         raise errors.Damaged(
@@ -285,7 +287,11 @@ async def _read_zone(
         size = blocks * BLOCK
         batch = None
         if blocks and at + size <= limit:
-            decoded = layout.decode_batch(await window.read(at, size))
+            try:
+                decoded = layout.decode_batch(await window.read(at, size))
+            except ValueError as error:
+                where = f"metadata zone {zone}, byte {at}"
+                raise errors.Damaged(device.name, f"{where}: {error}") from error
             if decoded is not None and decoded[0].uuid == uuid:
                 batch = Batch(decoded[0], bytes(decoded[1]))
         if batch is None:

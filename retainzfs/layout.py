@@ -22,7 +22,7 @@ INCOMPATIBLE_KNOWN = 0  # feature flags that this code can mount
 MAGIC = b"RETAINZ\0"
 BATCH_MAGIC = b"RZB1"
 
-TRAILER_HEADER = struct.Struct("<4sIQQ8s")  # magic, blocks, inode, file block, start of the UUID
+TRAILER_HEADER = struct.Struct("<4sIQQ8s")  # magic, blocks, inode, 0, start of the UUID
 TRAILER_MAGIC = b"RZT1"
 # One trailer block holds the header and four bytes for each block of its run.
 RUN_BLOCKS_MAX = (BLOCK - TRAILER_HEADER.size) // 4
@@ -111,7 +111,10 @@ def encode_batch(header: BatchHeader, payload: bytes) -> bytes:
 
 
 def decode_batch(data: bytes | memoryview) -> tuple[BatchHeader, memoryview] | None:
-    """Return header and records of the batch at the start of `data`, None when there is none."""
+    """Return header and records of the batch at the start of `data`, None when there is none.
+
+    Raises ValueError for a sound batch of an unknown kind.
+    """
     view = memoryview(data)
     if len(view) < BLOCK or view[:4] != BATCH_MAGIC:
         return None
@@ -158,7 +161,7 @@ class SizeRecord(NamedTuple):
 
 
 class ContentRecord(NamedTuple):
-    """Inline bytes of a small file, or the target of a symbolic link; replaces all extents."""
+    """Inline bytes of a small file, or the target of a symbolic link; replaces block 0."""
 
     ino: int
     data: bytes

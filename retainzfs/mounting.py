@@ -235,7 +235,7 @@ def _serve(mount: Mount, ready: Callable[[], None]) -> int:
         trio.run(session.serve, setup, ready)
     except BaseException as error:
         ours = _only(error)
-        if isinstance(ours, RetainzError):
+        if isinstance(ours, RetainzError | KeyboardInterrupt):
             raise ours from None
         log.critical("%s: stopped by a mistake in retainzfs", mount.directory, exc_info=error)
         raise MountError(

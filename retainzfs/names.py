@@ -168,7 +168,8 @@ class Names(Core):
             target = self.namespace.get(target_ino) if target_ino is not None else None
             self._check_rename(source, target, new_parent, new_name, flags)
             below = self._dirty_below(source)
-        self.committer.ordered.update(i.ino for i in below)
+        for inode in below:
+            self.committer.order(inode)
         if flags & RENAME_EXCHANGE:
             assert target is not None, "an exchange was checked to have both names"
             self._exchange(source, target, (parent, name), (new_parent, new_name))
@@ -280,19 +281,22 @@ class Names(Core):
 
     def syncs(self, inode: Inode) -> bool:
         """Whether close and rename of the inode return only when it is durable."""
-        policy = self.retention.policy_of(inode)
-        rule = self.options.commit if policy.commit is None else policy.commit
-        if rule == "close":
-            return True
-        if rule != "fsync" or policy.file_class in (FileClass.CACHE, FileClass.SCRATCH):
-            return False
-        if policy.file_class is FileClass.OUTPUT or inode.generation:
-            return True
-        return inode.is_dir and self.retention.context(inode.ino).match is not None
+        within = bool(inode.generation)
+        if inode.is_dir:
+            within = self.retention.context(inode.ino).match is not None
+        return self._rule(self.retention.policy_of(inode), within)
 
     def _syncs_at(self, parent: int, name: bytes) -> bool:
         context = self.retention.context(parent, name)
-        return context.match is not None and context.policy.file_class is FileClass.CHECKPOINT
+        return self._rule(context.policy, context.match is not None)
+
+    def _rule(self, policy: hints.Policy, within_stream: bool) -> bool:
+        rule = self.options.commit if policy.commit is None else policy.commit
+        if rule != "fsync":
+            return rule == "close"
+        if policy.file_class is FileClass.CHECKPOINT:
+            return within_stream
+        return policy.file_class is FileClass.OUTPUT
 
     def _dirty_below(self, inode: Inode) -> list[Inode]:
         dirty = self.committer.dirty
@@ -305,6 +309,11 @@ class Names(Core):
     def _regroup(self, source: Inode, old: tuple[int, bytes], new: tuple[int, bytes]) -> None:
         """The files of a moved tree belong where their new names say."""
         was = self.retention.context(*old).match
+        if was is not None and was.temporary and was.final == new[1] and old[0] == new[0]:
+            # Even if the final name alone would not be recognised.
+            for generation in {i.generation for i, *_ in self._files(source, *new)} - {0}:
+                self.completed(generation)
+            return
         for inode, parent, name in self._files(source, *new):
             generation, records = self.retention.assign(parent, name, again=False)
             if generation == inode.generation or self.retention.owns(inode):

@@ -149,18 +149,26 @@ class Namespace:
             self.cut(inode, record.size)
         inode.size = inode.logged_size = record.size
 
+    def trim(self) -> None:
+        """A commit that was torn may have left blocks behind the end of its file: drop them."""
+        for inode in self.inodes.values():
+            self.cut(inode, inode.size)
+
     def _set_content(self, record: layout.ContentRecord) -> None:
         inode = self._known(record.ino)
         if inode is not None:
             self.drop(inode, 0, 1)
-            inode.content = record.data
+            inode.content = inode.known_content = record.data
 
     def _map_record(self, record: layout.MapRecord) -> None:
         inode = self._known(record.ino)
         if inode is None:
             return
-        if not record.first + record.blocks <= record.length <= layout.RUN_BLOCKS_MAX:
+        if not 0 < record.blocks <= record.length - record.first <= layout.RUN_BLOCKS_MAX:
             raise ValueError(f"an extent of inode {record.ino} leaves its run")
+        inline = record.length <= layout.INLINE_SUMS_MAX
+        if len(record.sums) != 4 * (record.length if inline else 1):
+            raise ValueError(f"a run of inode {record.ino} has not one checksum a block")
         run = self.run(record.zone, record.epoch, record.start, record.length, record.sums)
         self.map(inode, Extent(record.block, record.blocks, run, record.first))
 
@@ -239,7 +247,7 @@ class Namespace:
         """
         self.drop(inode, extent.block, extent.end, keep=keep)
         if extent.block == 0 and not keep:
-            inode.content = b""
+            inode.content = inode.known_content = b""
         extents = inode.extents
         at = inode.find(extent.block)
         last = extents[at - 1] if at else None
@@ -283,6 +291,7 @@ class Namespace:
         end = -(-size // BLOCK)
         self.drop(inode, end, _FOREVER)
         inode.content = inode.content[:size]
+        inode.known_content = inode.known_content[:size]
         inode.dirty.cut(end)
         for extent in inode.shadow:
             if extent.end > end:
@@ -323,7 +332,6 @@ class Namespace:
 
         Every run that the inode holds must be on the device, and flushed before the records.
         """
-        yield self.describe(inode)
         for start, end in inode.dirty:
             for extent in inode.spans(start, end):
                 yield map_record(inode.ino, extent)
@@ -334,6 +342,7 @@ class Namespace:
                     yield layout.ContentRecord(inode.ino, inode.content)
         yield layout.SizeRecord(inode.ino, inode.size)
         inode.dirty = Spans()
+        inode.known_content = inode.content
         inode.logged_size = inode.size
         self.drop_shadow(inode)
 
@@ -346,8 +355,8 @@ class Namespace:
     def known(self, inode: Inode) -> Iterator[layout.Record]:
         """Yield the records that bring the inode back as the journal knows it now."""
         yield self.describe(inode)
-        if inode.content:
-            yield layout.ContentRecord(inode.ino, inode.content)
+        if inode.known_content:
+            yield layout.ContentRecord(inode.ino, inode.known_content)
         yield layout.SizeRecord(inode.ino, inode.logged_size)
         for extent in inode.extents:
             for part in inode.dirty.outside(extent):

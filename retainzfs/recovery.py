@@ -81,6 +81,7 @@ async def recover(device: Device) -> Recovered:
     _replay(namespace, fuzzy, device.name)
     namespace.lenient = False
     _replay(namespace, replay.log[len(fuzzy) :], device.name)
+    namespace.trim()
     for problem in namespace.check():
         raise errors.Damaged(device.name, problem)
     log_journal = journal.Journal(device, replay.superblock)
@@ -144,10 +145,12 @@ def _live(device: Device, namespace: Namespace) -> dict[int, dict[tuple[int, Ino
     for inode in namespace.inodes.values():
         for extent in inode.extents:
             run = extent.run
-            if run.failed or not _present(reports, run.zone, (run.start + run.blocks) * BLOCK):
+            current = run.epoch == namespace.zone_epochs.get(run.zone, 0)
+            end = (run.start + run.blocks) * BLOCK
+            if run.failed or not current or not _present(reports, run.zone, end):
                 if not run.failed:
                     log.error(
-                        "%s: zone %d ends below bytes that the journal knows; reads of them fail",
+                        "%s: zone %d does not hold bytes that the journal knows; reads fail",
                         namespace.path(inode.ino),
                         run.zone,
                     )

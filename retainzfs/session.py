@@ -116,11 +116,17 @@ async def _serve_device(
 
 
 def _mount(fs: Filesystem, setup: Setup) -> None:
+    logging.getLogger("pyfuse3").addFilter(_worth_logging)
     with _captured_stderr() as said:
         try:
             pyfuse3.init(fs, setup.directory, set(setup.fuse))
         except RuntimeError as error:
             raise MountError(setup.directory, f"cannot mount: {said() or error}") from error
+
+
+def _worth_logging(record: logging.LogRecord) -> bool:
+    """Whether a message of pyfuse3 is about more than a caller that was killed while it waited."""
+    return "fuse_reply_* failed with No such file" not in record.getMessage()
 
 
 async def _serve_mount(fs: Filesystem, setup: Setup, ready: Callable[[], None]) -> None:

@@ -52,12 +52,13 @@ def detach(directory: str, *, lazy: bool = False) -> None:
 def umount(directory: str) -> None:
     """Unmount and return when everything is on the target and the daemon has ended.
 
-    A dead mount is taken away too. Raises MountBusy or MountError.
+    A dead mount is taken away too. Raises MountBusy or MountError, the latter also after the
+    unmount of a volume that had stopped writing.
     """
     mount = mounts.find_mount(os.path.realpath(directory))
     if mount is None or mount.fstype != mounts.FSTYPE:
         raise MountError(directory, "no retainzfs is mounted there")
-    daemon = _daemon(directory)
+    daemon, failure = _daemon(directory)
     try:
         detach(directory)
         if daemon >= 0:
@@ -65,16 +66,19 @@ def umount(directory: str) -> None:
     finally:
         if daemon >= 0:
             os.close(daemon)
+    if failure is not None:
+        raise MountError(directory, f"unmounted, but it could not write any more: {failure}")
 
 
-def _daemon(directory: str) -> int:
-    """Return a descriptor of the daemon's process (pidfd_open(2)), -1 if there is none."""
+def _daemon(directory: str) -> tuple[int, str | None]:
+    """Return a descriptor of the daemon's process (pidfd_open(2)), -1 if there is none; and the
+    error that stopped its volume."""
     try:
         told = json.loads(Path(directory, ".retainz/stats.json").read_bytes())
-        return os.pidfd_open(told["pid"])
+        return os.pidfd_open(told["pid"]), told["failed"]
     except (OSError, ValueError) as error:
         log.debug("%s: no daemon to wait for: %s", directory, error)
-        return -1
+        return -1, None
 
 
 def wait(daemon: int, timeout_s: float | None = None) -> None:

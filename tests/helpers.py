@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
-from typing import Any
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any, TypeVar
 
 import trio
 
@@ -20,6 +20,7 @@ from retainzfs.volume import ROOT, Options, Volume
 FILE = 0o100644
 DIRECTORY = 0o040755
 UUID = bytes(range(16))
+D = TypeVar("D", bound=MemoryDevice)
 
 
 class Clock:
@@ -47,7 +48,7 @@ def small_device(
     return MemoryDevice(Geometry(zone_size, zone_size, zones, max_open, max_active))
 
 
-async def formatted(device: MemoryDevice) -> MemoryDevice:
+async def formatted(device: D) -> D:
     await device.start()
     await Volume.format(device, uuid=UUID, now_ns=1)
     return device
@@ -191,3 +192,15 @@ class CrashingDevice(MemoryDevice):
 
 class PowerCut(BaseException):
     """The device stopped answering."""
+
+
+@contextmanager
+def until_power_cut() -> Iterator[None]:
+    """Run a mount that a power cut ends."""
+    try:
+        yield
+    except BaseExceptionGroup as group:
+        if group.split(PowerCut)[1] is not None:
+            raise
+        return
+    raise AssertionError("the power was not cut")

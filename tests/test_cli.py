@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import re
 import signal
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ import pytest
 
 from retainzfs import cli, mounts
 from retainzfs.cli import zonemap
-from retainzfs.cli.output import print_table
+from retainzfs.cli.output import Progress, print_table
 from tests.conftest import COMMAND, Live, retainzfs
 
 COMMANDS = ("mkfs", "mount", "umount", "status", "zones", "generations", "hint", "fsck", "gc")
@@ -357,6 +359,32 @@ def test_the_reader_of_a_pipe_may_leave(live: Live) -> None:
     assert process.stderr.read() == b""
     process.stderr.close()
     process.wait(60)
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.pure
+def test_progress_is_redrawn_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = _Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    progress = Progress("scrub")
+    for done in range(1, 1001):
+        progress(done << 20, 1000 << 20)
+    text = terminal.getvalue()
+    assert text.count("\r") == 99
+    assert text.endswith("\n")
+    assert "scrub: 50%, 500 MiB of 1000 MiB" in text
+
+
+@pytest.mark.pure
+def test_progress_is_terse_elsewhere(capsys: pytest.CaptureFixture[str]) -> None:
+    progress = Progress("scrub")
+    for done in range(1, 41):
+        progress(done << 30, 40 << 30)
+    assert [line.split()[1] for line in capsys.readouterr().err.splitlines()] == ["40%,", "80%,"]
 
 
 # The zone map

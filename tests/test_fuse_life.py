@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from retainzfs import fsck, mounts, unmounting
-from retainzfs.errors import MountBusy
+from retainzfs.errors import MountBusy, MountError
 from tests.conftest import PATIENCE_S, Live
 
 pytestmark = pytest.mark.fuse
@@ -263,7 +263,9 @@ def test_a_failed_device_refuses_writes_and_serves_reads(fresh: Live) -> None:
     with pytest.raises(OSError, match="Read-only"):
         (fresh.path / "new2").touch()
     assert (fresh.path / "old").read_bytes() == noise(MIB)
-    fresh.umount()
+    with pytest.raises(MountError, match="could not write any more"):
+        fresh.umount()
+    assert mounts.find_mount(str(fresh.path)) is None
     Path(f"{fresh.image}.fail").unlink()
     fresh.mount()
     assert (fresh.path / "old").read_bytes() == noise(MIB)

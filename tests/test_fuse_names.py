@@ -10,12 +10,14 @@ import shutil
 import socket
 import stat
 import struct
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import Live, as_user
+from retainzfs import fs
+from tests.conftest import PATIENCE_S, Live, as_user
 
 pytestmark = pytest.mark.fuse
 
@@ -335,6 +337,23 @@ raise SystemExit("it was allowed")
 """
     done = as_user(1234, code)
     assert done.returncode == 0, done.stderr
+
+
+def test_reaping_is_seen_at_once(room: Path) -> None:
+    """The kernel caches names, and nobody told it that this one goes."""
+    os.setxattr(room, "user.retainz.keep_last", b"1")
+    os.setxattr(room, "user.retainz.reap", b"1")
+    first = room / "step-1.pt"
+    first.write_bytes(b"first")
+    assert first.stat().st_size == 5  # now the kernel has it all
+    (room / "step-2.pt").write_bytes(b"second")
+    deadline = time.monotonic() + PATIENCE_S
+    while first.name in os.listdir(room):
+        assert time.monotonic() < deadline, "nothing was reaped"
+    deadline = time.monotonic() + fs.TIMEOUT_S / 2  # the cache alone would keep it for longer
+    while first.exists():
+        assert time.monotonic() < deadline, "the kernel still has the name"
+    assert (room / "step-2.pt").read_bytes() == b"second"
 
 
 # The control directory

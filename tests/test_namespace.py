@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from retainzfs import layout
-from retainzfs.layout import BLOCK
 from retainzfs.inodes import Spans
+from retainzfs.layout import BLOCK
 from retainzfs.namespace import ROOT, Extent, FSError, Inode, Namespace, Run
 
 pytestmark = pytest.mark.pure
@@ -157,7 +158,7 @@ def test_dropping_anywhere_keeps_the_accounts(steps: list[tuple[str, int]]) -> N
 def test_merged_spans_hold_the_same_blocks(spans: list[tuple[int, int]]) -> None:
     merged = list(Spans(spans))
     assert {b for s, e in merged for b in range(s, e)} == {b for s, e in spans for b in range(s, e)}
-    assert all(a[1] < b[0] for a, b in zip(merged, merged[1:], strict=False))
+    assert all(a[1] < b[0] for a, b in pairwise(merged))
 
 
 KEYS = st.integers(2, 4)

@@ -148,21 +148,6 @@ async def test_overwriting_for_ever_needs_no_more_space() -> None:
             assert volume.reclaim.resets > 0
 
 
-@pytest.mark.parametrize("used", [0, 100_000, 1_000_000])
-async def test_what_is_promised_as_available_can_be_written(used: int) -> None:
-    device = await formatted(small_device(zones=24))
-    async with mounted(device) as volume:
-        await put(volume, ROOT, b"used", b"u" * used)
-        promised = volume.statfs().available * BLOCK
-        assert promised < volume.statfs().free * BLOCK <= volume.statfs().blocks * BLOCK
-        ino = (await volume.make(ROOT, b"f", FILE, 0, 0)).ino
-        with trio.fail_after(10):
-            for at in range(0, promised, 1 << 17):
-                await volume.write(ino, at, b"x" * min(1 << 17, promised - at))
-            await volume.fsync(ino)
-        assert await content(volume, ino) == b"x" * promised
-
-
 async def test_a_zone_is_not_reset_before_the_delete_is_durable() -> None:
     device = await formatted(small_device())
     async with mounted(device) as volume:

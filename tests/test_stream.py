@@ -58,9 +58,7 @@ def apply(model: bytearray, offset: int, data: bytes) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(OPERATION, min_size=1, max_size=8), st.integers(0, 2**32))
-def test_writes_anywhere_read_back(
-    operations: list[tuple[str, int, int]], seed: int
-) -> None:
+def test_writes_anywhere_read_back(operations: list[tuple[str, int, int]], seed: int) -> None:
     rng = random.Random(seed)
 
     async def check() -> None:

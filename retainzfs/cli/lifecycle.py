@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from retainzfs import fsck, mkfs, mounting, unmounting
-from retainzfs.cli.output import print_json, size_argument
+from retainzfs.cli.output import Progress, print_json, size_argument
 from retainzfs.errors import UsageError
 from retainzfs.hints import format_size
 
@@ -143,7 +143,7 @@ def _umount(given: argparse.Namespace) -> int:
 
 
 def _fsck(given: argparse.Namespace) -> int:
-    report = fsck.check(given.target, scrub=given.scrub)
+    report = fsck.check(given.target, scrub=given.scrub, progress=Progress("scrub"))
     if given.json:
         print_json(report.as_dict())
     else:

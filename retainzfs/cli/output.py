@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
-from retainzfs.hints import parse_size
+from retainzfs.hints import format_size, parse_size
 
 if TYPE_CHECKING:
     Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
@@ -18,6 +19,29 @@ def size_argument(text: str) -> int:
         return parse_size(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
+
+
+class Progress:
+    """Shows how far something is: a line that is redrawn on a terminal, a line at times elsewhere.
+
+    Called with the bytes done and the bytes in all.
+    """
+
+    EVERY = 16 << 30  # bytes between two lines where nobody watches
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._live = sys.stderr.isatty()
+        self._shown = 0
+
+    def __call__(self, done: int, total: int) -> None:
+        step = max(1, total // 100) if self._live else self.EVERY
+        if done - self._shown < step and (done < total or not self._live):
+            return
+        self._shown = done
+        text = f"{self._what}: {done / total:.0%}, {format_size(done)} of {format_size(total)}"
+        end = "\r" if self._live and done < total else "\n"
+        print(f"{text:60}" if self._live else text, end=end, file=sys.stderr, flush=True)
 
 
 def print_json(value: object) -> None:

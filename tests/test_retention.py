@@ -1,0 +1,255 @@
+"""Generations: which files they hold, what completes them, when they retire."""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from typing import Any
+
+import pytest
+
+from retainzfs.volume import ROOT, Options, Volume
+from retainzfs.zones import Kind
+from tests.helpers import DIRECTORY, FILE, Clock, formatted, options, put, small_device, zones_of
+
+pytestmark = pytest.mark.volume
+
+
+def archive(length: int = 5000) -> bytes:
+    """Return a whole zip archive, as torch.save writes one."""
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w") as file:
+        file.writestr("data", bytes(length))
+    return out.getvalue()
+
+
+async def directory(volume: Volume, name: bytes, parent: int = ROOT, **attributes: bytes) -> int:
+    ino = (await volume.make(parent, name, DIRECTORY, 0, 0)).ino
+    for key, value in attributes.items():
+        name_ = "class" if key == "file_class" else key
+        await volume.setxattr(ino, b"user.retainz." + name_.encode(), value)
+    return ino
+
+
+def states(volume: Volume, ino: int = ROOT) -> dict[int, str]:
+    return {row["number"]: row["state"] for row in volume.generations(ino)}
+
+
+def row(volume: Volume, number: int) -> dict[str, Any]:
+    return next(r for r in volume.generations(ROOT) if r["number"] == number)
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def mount(clock: Clock) -> Options:
+    return options(clock)
+
+
+async def test_a_closed_archive_is_complete_and_a_broken_one_is_not(mount: Options) -> None:
+    async with Volume.mounted(await formatted(small_device()), mount) as volume:
+        await put(volume, ROOT, b"step-1.pt", archive())
+        await put(volume, ROOT, b"step-2.pt", archive()[:-10])
+        await volume.make(ROOT, b"step-3.pt", FILE, 0, 0)
+        assert states(volume) == {1: "complete", 2: "incomplete", 3: "writing"}
+
+
+async def test_a_marker_completes_a_directory(mount: Options) -> None:
+    async with Volume.mounted(await formatted(small_device()), mount) as volume:
+        step = await directory(volume, b"checkpoint-5")
+        await put(volume, step, b"model.bin", b"x" * 9000)
+        deeper = await directory(volume, b"rank", step)
+        await put(volume, deeper, b"trainer_state.json", b"not at the top")
+        assert states(volume) == {5: "writing"}
+        await put(volume, step, b"trainer_state.json", b"{}")
+        assert states(volume) == {5: "complete"}
+        assert row(volume, 5)["size"] == 9000 + len(b"not at the top") + 2
+
+
+async def test_a_rename_from_a_temporary_name_completes(mount: Options) -> None:
+    async with Volume.mounted(await formatted(small_device()), mount) as volume:
+        step = await directory(volume, b"tmp-checkpoint-5")
+        await put(volume, step, b"trainer_state.json", b"{}")
+        assert set(states(volume).values()) <= {"writing"}
+        await volume.rename(ROOT, b"tmp-checkpoint-5", ROOT, b"checkpoint-5")
+        assert states(volume) == {5: "complete"}
+        await put(volume, ROOT, b"model-6.pt.tmp", b"no archive")
+        await volume.rename(ROOT, b"model-6.pt.tmp", ROOT, b"model-6.pt")
+        assert states(volume) == {5: "complete", 6: "complete"}
+
+
+async def test_the_commit_attribute_completes(mount: Options) -> None:
+    async with Volume.mounted(await formatted(small_device()), mount) as volume:
+        step = await directory(volume, b"iter_0000007")
+        ino = await put(volume, step, b"shard", b"x" * 9000)
+        await volume.setxattr(step, b"user.retainz.commit", b"1")
+        assert states(volume) == {7: "complete"}
+        assert volume.getxattr(ino, b"user.retainz.state") == b"complete"
+        assert volume.getxattr(ino, b"user.retainz.generation") == b"7"
+        assert b"user.retainz.commit" not in volume.listxattr(step), "an act is not stored"
+
+
+async def test_cadence_is_learned_and_gives_retirements(clock: Clock, mount: Options) -> None:
+    device = await formatted(small_device())
+    async with Volume.mounted(device, mount) as volume:
+        await volume.setxattr(ROOT, b"user.retainz.keep_last", b"3")
+        for number in (1, 2, 3):
+            await put(volume, ROOT, b"step-%d.pt" % number, archive())
+            clock.time_s += 100
+        assert volume.statistics()["streams"][0]["cadence_s"] == pytest.approx(100, abs=1)
+        for number in (1, 2, 3):
+            told = row(volume, number)
+            assert told["retire_epoch"] - told["birth_epoch"] == pytest.approx(300, abs=3)
+            assert "keep_last=3, learned cadence" in told["origin"]
+        clock.time_s += 300
+        assert row(volume, 1)["state"] == "retired"
+    async with Volume.mounted(device, mount) as volume:
+        assert volume.statistics()["streams"][0]["cadence_s"] == pytest.approx(100, abs=1)
+
+
+async def test_a_changed_policy_moves_what_is_there(mount: Options) -> None:
+    async with Volume.mounted(await formatted(small_device()), mount) as volume:
+        await volume.setxattr(ROOT, b"user.retainz.cadence", b"60s")
+        await volume.setxattr(ROOT, b"user.retainz.keep_last", b"1")
+        for number in (9, 10, 100):
+            await put(volume, ROOT, b"step-%d.pt" % number, archive())
+        before = {n: row(volume, n)["retire_epoch"] for n in (9, 10, 100)}
+        await volume.setxattr(ROOT, b"user.retainz.keep_last", b"2")
+        for number, retire in before.items():
+            assert row(volume, number)["retire_epoch"] == pytest.approx(retire + 60, abs=0.1)
+        await volume.setxattr(ROOT, b"user.retainz.keep_every", b"100")
+        assert {n: row(volume, n)["anchor"] for n in before} == {9: False, 10: False, 100: True}
+        await volume.removexattr(ROOT, b"user.retainz.keep_every")
+        assert not row(volume, 100)["anchor"]
+
+
+async def test_generations_are_listed_by_number_and_go_with_their_last_file(
+    mount: Options,
+) -> None:
+    device = await formatted(small_device())
+    async with Volume.mounted(device, mount) as volume:
+        for number in (100, 9, 10):
+            await put(volume, ROOT, b"model-%d.pt" % number, archive())
+            await put(volume, ROOT, b"optimizer-%d.pt" % number, archive())
+        assert [r["number"] for r in volume.generations(ROOT)] == [9, 10, 100]
+        await volume.unlink(ROOT, b"model-10.pt")
+        assert [r["number"] for r in volume.generations(ROOT)] == [9, 10, 100]
+        await volume.unlink(ROOT, b"optimizer-10.pt")
+        assert [r["number"] for r in volume.generations(ROOT)] == [9, 100]
+    async with Volume.mounted(device, mount) as volume:
+        assert [r["number"] for r in volume.generations(ROOT)] == [9, 100]
+        assert len(volume.namespace.generations) == 2
+
+
+async def test_the_newest_in_commit_order_are_kept(mount: Options) -> None:
+    """A run that was set back saves lower numbers: those are the newest then."""
+    async with Volume.mounted(await formatted(small_device()), mount) as volume:
+        await volume.setxattr(ROOT, b"user.retainz.keep_last", b"2")
+        for number in (10, 20, 30, 20, 5, 6):
+            name = b"step-%d.pt" % number
+            if name in dict(volume.entries(ROOT)):
+                await volume.unlink(ROOT, name)
+            await put(volume, ROOT, name, archive())
+        newest = volume.retention.known(ROOT, b"step-6.pt")
+        gone = volume.retention.reapable(newest)
+        numbers = {volume.namespace.generations[g].number for g in gone}
+        assert numbers == set(), "nothing is deleted that nobody asked to be"
+        await volume.setxattr(ROOT, b"user.retainz.reap", b"1")
+        gone = volume.retention.reapable(newest)
+        assert {volume.namespace.generations[g].number for g in gone} == {10, 20, 30}
+
+
+async def test_reaping_deletes_what_the_stream_keeps_no_longer(mount: Options) -> None:
+    device = await formatted(small_device())
+    async with Volume.mounted(device, mount) as volume:
+        run = await directory(volume, b"run", keep_last=b"2", reap=b"1", keep_every=b"10")
+        for number in (10, 11, 12, 13):
+            step = await directory(volume, b"checkpoint-%d" % number, run)
+            await put(volume, step, b"model.bin", b"x" * 5000)
+            await put(volume, step, b"trainer_state.json", b"{}")
+        await volume.syncfs()
+        await volume.syncfs()
+        assert sorted(name for name, _ in volume.entries(run)) == [
+            b"checkpoint-10", b"checkpoint-12", b"checkpoint-13",
+        ]  # fmt: skip
+        assert volume.inode(run).nlink == 2 + 3
+    async with Volume.mounted(device, mount) as volume:
+        assert set(states(volume)) == {10, 12, 13}
+
+
+async def test_trackers_are_in_no_generation(mount: Options) -> None:
+    async with Volume.mounted(await formatted(small_device()), mount) as volume:
+        await volume.setxattr(ROOT, b"user.retainz.keep_last", b"2")
+        for name in (b"latest", b"last.ckpt", b"latest_checkpointed_iteration.txt", b"train.log"):
+            ino = await put(volume, ROOT, name, b"x" * 5000)
+            await volume.fsync(ino)
+            assert volume.inode(ino).generation == 0
+            assert {volume.table[z].kind for z in zones_of(volume, ino)} == {Kind.UNHINTED}
+        assert volume.generations(ROOT) == []
+
+
+async def test_names_decide_where_a_moved_file_belongs(mount: Options) -> None:
+    async with Volume.mounted(await formatted(small_device()), mount) as volume:
+        run = await directory(volume, b"run", keep_last=b"2", cadence=b"60s")
+        ino = await put(volume, run, b"step-1.pt", archive())
+        await volume.rename(run, b"step-1.pt", ROOT, b"kept")
+        assert volume.inode(ino).generation == 0
+        assert volume.generations(run) == []
+        await volume.rename(ROOT, b"kept", run, b"step-8.pt")
+        assert set(states(volume, run)) == {8}
+        await volume.fsync(ino)
+        (zone,) = zones_of(volume, ino)
+        assert set(volume.table[zone].live) == {volume.inode(ino).generation}
+
+
+async def test_a_stream_is_renamed_while_it_is_written(mount: Options) -> None:
+    device = await formatted(small_device())
+    async with Volume.mounted(device, mount) as volume:
+        run = await directory(volume, b"run", keep_last=b"2", cadence=b"60s")
+        ino = (await volume.make(run, b"step-1.pt", FILE, 0, 0)).ino
+        volume.open(ino)
+        data = archive(40_000)
+        await volume.write(ino, 0, data[:20_000])
+        generation = volume.inode(ino).generation
+        await volume.rename(ROOT, b"run", ROOT, b"moved")
+        await volume.write(ino, 20_000, data[20_000:])
+        await volume.flush(ino)
+        volume.close(ino)
+        assert volume.inode(ino).generation == generation
+        assert [(r["number"], r["path"], r["state"]) for r in volume.generations(ROOT)] == [
+            (1, "/moved/step-1.pt", "complete")
+        ]
+    async with Volume.mounted(device, mount) as volume:
+        assert row(volume, 1)["path"] == "/moved/step-1.pt"
+
+
+async def test_a_new_inode_inherits_nothing(mount: Options) -> None:
+    async with Volume.mounted(await formatted(small_device()), mount) as volume:
+        old = await put(volume, ROOT, b"step-1.pt", archive())
+        await volume.setxattr(old, b"user.retainz.anchor", b"1")
+        await volume.unlink(ROOT, b"step-1.pt")
+        new = await put(volume, ROOT, b"plain", b"x" * 5000)
+        assert new != old
+        assert volume.inode(new).generation == 0
+        assert volume.listxattr(new) == []
+        assert volume.generations(ROOT) == []
+
+
+async def test_a_file_with_a_retirement_is_a_generation_by_itself(mount: Options) -> None:
+    device = await formatted(small_device())
+    async with Volume.mounted(device, mount) as volume:
+        ino = await put(volume, ROOT, b"data.bin", b"")
+        await volume.setxattr(ino, b"user.retainz.anchor", b"1")
+        await volume.write(ino, 0, b"x" * 9000)
+        await volume.fsync(ino)
+        assert {volume.table[z].kind for z in zones_of(volume, ino)} == {Kind.ANCHOR}
+        assert volume.generations(ROOT)[0]["path"] == "/data.bin"
+        await volume.rename(ROOT, b"data.bin", ROOT, b"other.bin")
+        assert volume.generations(ROOT)[0]["path"] == "/other.bin"
+        await volume.unlink(ROOT, b"other.bin")
+    async with Volume.mounted(device, mount) as volume:
+        assert volume.generations(ROOT) == []
+        assert volume.namespace.generations == {}
