@@ -157,7 +157,7 @@ class Committer:
     async def _commit(self, inodes: list[Inode]) -> None:
         held: dict[int, Inode] = {}
         try:
-            pending = inodes
+            pending = inodes or self._ordered_but(held)
             while pending:
                 for inode in pending:
                     await self.stream.stage(inode).lock.acquire()
