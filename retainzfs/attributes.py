@@ -7,7 +7,7 @@ import json
 import logging
 from typing import TYPE_CHECKING
 
-from retainzfs import errors, hints, layout
+from retainzfs import errors, generations, hints, layout
 from retainzfs.hints import Act
 from retainzfs.namespace import FSError, Inode
 from retainzfs.retention import State
@@ -42,11 +42,11 @@ def _computed(volume: Volume, inode: Inode, name: str) -> bytes | None:
     record = volume.namespace.generations.get(inode.generation)
     match name:
         case "generations":
-            return json.dumps(retention.table(inode.ino)).encode()
+            return json.dumps(generations.table(retention, inode.ino)).encode()
         case "explain":
-            return json.dumps(retention.explain(inode)).encode()
+            return json.dumps(generations.explain(retention, inode)).encode()
         case "hint":
-            told = retention.explain(inode)
+            told = generations.explain(retention, inode)
             hint = {"a": told["birth_epoch"], "d": told["retire_epoch"], "origin": told["origin"]}
             return json.dumps(hint).encode()
         case "zones":
@@ -129,7 +129,7 @@ def _follow(volume: Volume, inode: Inode) -> None:
         if records:
             volume.committer.log(*records)
             volume.retention.joined(inode)
-    records = volume.retention.refresh(inode.ino)
+    records = volume.retention.refresh(inode)
     if records:
         volume.committer.log(*records)
 

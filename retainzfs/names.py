@@ -89,6 +89,7 @@ class Names(Core):
             raise FSError(errno.EISDIR, self.namespace.path(inode.ino))
         now = self.options.wall_ns()
         self.committer.log(
+            *self.retention.unmarked(parent, name),
             layout.UnlinkRecord(parent, name),
             self._touched(self.namespace.get(parent), now),
             *self._unlinked(inode, now),

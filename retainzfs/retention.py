@@ -11,10 +11,9 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any
 
 from retainzfs import hints, layout
-from retainzfs.hints import FileClass, Layout
+from retainzfs.hints import FileClass
 from retainzfs.lanes import Hint
 from retainzfs.namespace import ROOT, Inode, Namespace
 from retainzfs.zones import Kind
@@ -48,6 +47,7 @@ class Stream:
     intervals: list[float] = field(default_factory=list)  # seconds between commits, oldest first
     last_commit_s: float = math.nan
     size: int = 0  # of the newest complete generation
+    stems: dict[bytes, int] = field(default_factory=dict)  # stem of a file's name → its last size
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +83,8 @@ class Retention:
             stream.numbers[record.number] = record.generation
             if record.order:
                 self._learn(stream, record)
+                members = self.members.get(record.generation, ())
+                self._measure(stream, [self.namespace.get(i) for i in members])
 
     def stream(self, ino: int) -> Stream:
         return self.streams.setdefault(ino, Stream(ino))
@@ -168,7 +170,8 @@ class Retention:
         known = stream.numbers.get(context.match.number)
         if known is not None:
             record = self.namespace.generations[known]
-            if again and record.state in (State.COMPLETE, State.INCOMPLETE):
+            whole = record.state == State.COMPLETE and context.match.is_directory
+            if again and record.state != State.WRITING and not whole:
                 return known, [record._replace(state=State.WRITING)]
             return known, []
         record = self._born(context.stream, context.match.number, context.policy)
@@ -240,12 +243,20 @@ class Retention:
         record = self.namespace.generations.get(generation)
         if record is None or record.state == State.COMPLETE:
             return []
-        now = self.now_s()
-        size = sum(self.namespace.get(i).size for i in self.members.get(generation, ()))
-        order = self.namespace.next_order
-        record = record._replace(state=State.COMPLETE, committed=now, order=order, size=size)
         stream = self.stream(record.stream)
-        self._learn(stream, record)
+        members = [self.namespace.get(i) for i in self.members.get(generation, ())]
+        again = record.order > 0  # saved anew, or one more of its files: no new interval
+        record = record._replace(
+            state=State.COMPLETE,
+            committed=record.committed if again else self.now_s(),
+            order=self.namespace.next_order,
+            size=sum(i.size for i in members),
+        )
+        if again:
+            stream.size = record.size
+        else:
+            self._learn(stream, record)
+        self._measure(stream, members)
         self.reasons.pop(generation, None)
         return [record, *self._refreshed(stream, record)]
 
@@ -257,6 +268,32 @@ class Retention:
         self.reasons[generation] = reason
         return [record._replace(state=State.INCOMPLETE)]
 
+    def _measure(self, stream: Stream, members: list[Inode]) -> None:
+        """Learn the sizes of single files, to judge those of the next generation by."""
+        for inode in members:
+            if inode.parent == stream.ino:
+                name = self.namespace.components(inode.ino)[-1]
+                match = self.context(inode.parent, name).match
+                if match is not None:
+                    stream.stems[match.stem] = inode.size
+
+    def reopened(self, inode: Inode) -> list[layout.Record]:
+        """A file that had bytes is about to change: its generation is being written again."""
+        record = self.namespace.generations.get(inode.generation)
+        if record is None or record.state != State.COMPLETE or not inode.size:
+            return []
+        return [record._replace(state=State.WRITING)]
+
+    def unmarked(self, directory: int, name: bytes) -> list[layout.Record]:
+        """A name is being removed; without its marker a generation counts no longer."""
+        if not self.marked(directory, name):
+            return []
+        record = self.namespace.generations.get(self.known(directory, name))
+        if record is None or record.state != State.COMPLETE:
+            return []
+        self.reasons[record.generation] = "its completion marker was removed"
+        return [record._replace(state=State.INCOMPLETE)]
+
     def _learn(self, stream: Stream, record: layout.GenerationRecord) -> None:
         if record.committed > stream.last_commit_s:
             stream.intervals.append(record.committed - stream.last_commit_s)
@@ -265,35 +302,48 @@ class Retention:
         stream.size = record.size or stream.size
         self._unit = None
 
-    def refresh(self, ino: int) -> list[layout.Record]:
-        """A policy changed at or above the streams below `ino`: retirements follow."""
+    def refresh(self, inode: Inode) -> list[layout.Record]:
+        """A policy changed at an inode: retirements of the streams at, below and around follow."""
+        record = self.namespace.generations.get(inode.generation)
+        around = {record.stream} if record is not None else set()
+        if inode.is_dir:
+            around.add(self._of_directory(inode.ino).stream)
         records: list[layout.Record] = []
         for stream in self.streams.values():
-            inode = self.namespace.inodes.get(stream.ino)
-            if inode is not None and self.namespace.below(inode, ino):
+            top = self.namespace.inodes.get(stream.ino)
+            if top is None:
+                continue
+            if stream.ino in around or self.namespace.below(top, inode.ino):
                 records += self._refreshed(stream)
         return records
 
     def _refreshed(
         self, stream: Stream, newest: layout.GenerationRecord | None = None
     ) -> Iterator[layout.Record]:
-        inode = self.namespace.inodes.get(stream.ino)
-        if inode is None:
+        if stream.ino not in self.namespace.inodes:
             return
-        policy = self.policy_of(inode)
         for generation in stream.numbers.values():
             record = self.namespace.generations.get(generation)
             if newest is not None and generation == newest.generation:
                 record = newest
             if record is None:
                 continue
+            policy = self._policy_for(record)
             retire, origin = self._retirement(stream, record.birth, policy, record.number)
             origin_bytes = origin.encode()[:255]
             if not _same(retire, record.retire) or origin_bytes != record.origin:
                 yield record._replace(retire=retire, origin=origin_bytes)
 
+    def _policy_for(self, record: layout.GenerationRecord) -> hints.Policy:
+        """Return the policy of a generation: an anchor or a retirement that is stated at one of
+        its files goes before what its stream says."""
+        policies = [self.policy_of(inode) for inode in self.tops(record)]
+        policies.append(self.policy_of(self.namespace.get(record.stream)))
+        stated = [p for p in policies if p.anchor] or [p for p in policies if p.retire is not None]
+        return (stated or policies)[0]
+
     def judge(
-        self, generation: int, inode: Inode, finding: hints.Finding, *, failed: bool
+        self, inode: Inode, stem: bytes, finding: hints.Finding, *, failed: bool
     ) -> tuple[bool, str]:
         """Whether a single-file generation that was just closed is complete, and why."""
         if failed:
@@ -302,8 +352,8 @@ class Retention:
             return True, finding.reason
         if finding.verdict is hints.Verdict.BROKEN:
             return False, finding.reason
-        record = self.namespace.generations[generation]
-        learned = self.stream(record.stream).size
+        record = self.namespace.generations[inode.generation]
+        learned = self.stream(record.stream).stems.get(stem, 0)
         if inode.size and inode.size >= SIZE_EVIDENCE * learned:
             return True, "closed, and as long as the one before"
         return False, f"{inode.size} bytes, the one before had {learned}"
@@ -359,7 +409,8 @@ class Retention:
     def unit_s(self) -> float:
         """Return placement's unit E in seconds: a quarter of the streams' median cadence."""
         if self._unit is None:
-            cadences = [hints.learned_cadence(s.intervals) for s in self.streams.values()]
+            live = [s for s in self.streams.values() if s.numbers]
+            cadences = [self.cadence_of(s) for s in live]
             known = [c for c in cadences if c]
             self._unit = (median(known) if known else CADENCE_GUESS_S) / E_PER_CADENCE
         return self._unit
@@ -383,117 +434,27 @@ class Retention:
         beyond = complete[policy.keep_last :]
         return [r.generation for r in beyond if not math.isinf(r.retire)]
 
+    def tops(self, record: layout.GenerationRecord) -> list[Inode]:
+        """Return what a generation consists of directly below its stream: a directory, or files."""
+        tops: dict[int, Inode] = {}
+        for ino in sorted(self.members.get(record.generation, ())):
+            inode = self.namespace.inodes.get(ino)
+            while inode is not None and inode.parent != record.stream and inode.ino != ROOT:
+                if record.stream == inode.ino:
+                    break
+                inode = self.namespace.inodes.get(inode.parent)
+            if inode is not None and inode.ino != ROOT:
+                tops[inode.ino] = inode
+        return list(tops.values())
+
     def names_of(self, generation: int) -> list[tuple[int, bytes]]:
         """Return (directory, name) of everything that a generation consists of."""
         record = self.namespace.generations[generation]
-        base = self.namespace.components(record.stream)
-        names = []
-        for name in self.namespace.directory(record.stream):
-            match = hints.recognise([*base, name])
-            if match is not None and match.depth == len(base) and match.number == record.number:
-                names.append((record.stream, name))
-        return names
-
-    # For people
-
-    def table(self, ino: int) -> list[dict[str, Any]]:
-        """Return the rows of `generations --json` for the streams at and below a directory."""
-        rows: list[dict[str, Any]] = []
-        for stream in sorted(self.streams.values(), key=lambda s: s.ino):
-            inode = self.namespace.inodes.get(stream.ino)
-            if inode is None or not self.namespace.below(inode, ino):
-                continue
-            names = self._names(stream.ino) if inode.is_dir else {}
-            base = self.namespace.path(stream.ino).rstrip("/")
-            for number, generation in sorted(stream.numbers.items()):
-                record = self.namespace.generations[generation]
-                name = names.get(number)
-                path = f"{base}/{name.decode(errors='surrogateescape')}" if name else base
-                rows.append(self._row(record, path))
-        return rows
-
-    def _row(self, record: layout.GenerationRecord, path: str) -> dict[str, Any]:
-        inodes = [self.namespace.get(i) for i in self.members.get(record.generation, ())]
-        zones = {e.run.zone for i in inodes for e in i.extents if e.run.zone >= 0}
-        state = State(record.state)
-        if state is State.COMPLETE and record.retire <= self.now_s():
-            state = State.RETIRED
-        return {
-            "number": record.number,
-            "path": path,
-            "state": state.name.lower(),
-            "size": sum(i.size for i in inodes),
-            "birth_epoch": record.birth,
-            "retire_epoch": record.retire if math.isfinite(record.retire) else None,
-            "anchor": math.isinf(record.retire),
-            "origin": record.origin.decode(errors="replace"),
-            "reason": self.reasons.get(record.generation),
-            "zones": sorted(zones),
-            "published": None,
-        }
-
-    def _names(self, directory: int) -> dict[int, bytes]:
-        base = self.namespace.components(directory)
-        names: dict[int, bytes] = {}
-        for name in self.namespace.directory(directory):
-            match = hints.recognise([*base, name])
-            if match is not None and match.depth == len(base):
-                names.setdefault(match.number, name)
-        return names
-
-    def explain(self, inode: Inode) -> dict[str, Any]:
-        """Return what `hint PATH` shows: what applies, and where it was found."""
-        name = b"" if inode.is_dir else (self.namespace.components(inode.ino) or [b""])[-1]
-        context = self.context(inode.ino if inode.is_dir else inode.parent, name)
-        policy = self.policy_of(inode)
-        own = not inode.is_dir and bool(inode.xattrs)
-        chain = (inode.ino, *context.chain) if own else context.chain
-        fields = {
-            field: {
-                "value": _plain(getattr(policy, field)),
-                "from": self.namespace.path(chain[index]),
-            }
-            for field, index in policy.origins.items()
-        }
-        record = self.namespace.generations.get(inode.generation)
-        if record is None and context.match is not None:
-            stream = self.streams.get(context.stream)
-            known = stream.numbers.get(context.match.number) if stream is not None else None
-            record = self.namespace.generations.get(known or 0)
-        return {
-            "path": self.namespace.path(inode.ino),
-            "class": policy.file_class.value,
-            "attributes": fields,
-            "layout": None if context.match is None else Layout(context.match.layout).value,
-            "stream": None if context.match is None else self.namespace.path(context.stream),
-            "generation": None if record is None else record.number,
-            "state": None if record is None else State(record.state).name.lower(),
-            "birth_epoch": None if record is None else record.birth,
-            "retire_epoch": None
-            if record is None or not math.isfinite(record.retire)
-            else record.retire,
-            "anchor": record is not None and math.isinf(record.retire),
-            "origin": self._origin(record, context, policy),
-        }
-
-    def _origin(
-        self,
-        record: layout.GenerationRecord | None,
-        context: Context,
-        policy: hints.Policy,
-    ) -> str:
-        if record is not None:
-            return record.origin.decode(errors="replace")
-        if context.match is not None:
-            return f"generation {context.match.number} by its name; nothing written yet"
-        if policy.origins:
-            return "attributes, but no generation: the name has no number"
-        return f"class {policy.file_class.value} by default"
+        numbers = {inode.ino for inode in self.tops(record)}
+        stream = self.namespace.inodes.get(record.stream)
+        entries = (stream.entries if stream is not None else None) or {}
+        return [(record.stream, name) for name, ino in entries.items() if ino in numbers]
 
 
 def _same(a: float, b: float) -> bool:
     return a == b or (math.isnan(a) and math.isnan(b))
-
-
-def _plain(value: Any) -> Any:
-    return value.value if isinstance(value, FileClass) else value

@@ -23,7 +23,7 @@ import stat
 from dataclasses import dataclass
 from typing import Any
 
-from retainzfs import attributes, errors, hints, layout, observe
+from retainzfs import attributes, errors, generations, hints, layout, observe
 from retainzfs.core import Options
 from retainzfs.layout import BLOCK
 from retainzfs.names import RENAME_EXCHANGE, RENAME_NOREPLACE, Names
@@ -42,6 +42,7 @@ __all__ = [
 
 FILE_SIZE_MAX = 1 << 60  # block numbers stay far from 64 bits
 WRITE_SLACK = 2 * BLOCK  # a write touches at most a partial block at either end
+TRACKER_READ = hints.markers.TRACKER_LENGTH_MAX + 1  # bytes of a tracker file that are looked at
 RELATIME_NS = 24 * 3600 * 10**9
 
 
@@ -144,11 +145,21 @@ class Volume(Names):
             inode.mtime_ns = inode.ctime_ns = self.options.wall_ns()
             if inode.mode & (stat.S_ISUID | stat.S_ISGID):
                 self._drop_privileges(inode)
-            self.committer.touch(inode)
-            inode.writes += 1
+            self._change(inode)
             await self.stream.write(inode, offset, view, self.lane(inode))
         self.logical += len(view)
         return len(view)
+
+    def _change(self, inode: Inode) -> None:
+        """The bytes of a file change; the caller holds its lock."""
+        inode.writes += 1
+        if inode.ino in self.committer.dirty:
+            return
+        commit = self.retention.policy_of(inode).commit
+        self.committer.touch(inode, commit if isinstance(commit, float) else None)
+        records = self.retention.reopened(inode)
+        if records:
+            self.committer.log(*records)
 
     def _drop_privileges(self, inode: Inode) -> None:
         """A write takes set-user-ID and set-group-ID bits away; under direct I/O that is ours."""
@@ -156,17 +167,20 @@ class Volume(Names):
         if inode.mode & stat.S_IXGRP:
             inode.mode &= ~stat.S_ISGID
 
-    async def flush(self, ino: int) -> None:
+    async def flush(self, ino: int, *, wrote: bool = True) -> None:
         """A descriptor was closed: durable where the class says so, and perhaps the end of a save.
 
-        A clean inode costs nothing. Raises the error of a write that failed in the background.
+        `wrote`: it was one that changed the file; a reader's close says nothing about a save. A
+        clean inode costs nothing. Raises the error of a write that failed in the background.
         """
         inode = self.namespace.inodes.get(ino)
         if inode is None:
             return
         if inode.error is not None:
             raise inode.error
-        if inode.ino in self.committer.dirty:
+        if not wrote:
+            return
+        if inode.ino in self.committer.dirty or not self.committer.clean(inode):
             await self._judge(inode)
         if inode.nlink and self.syncs(inode):
             await self.fsync(ino)
@@ -192,9 +206,17 @@ class Volume(Names):
 
     async def _judge(self, inode: Inode) -> None:
         """Look for the evidence of completeness that a close gives."""
-        if not inode.generation or inode.nlink == 0:
+        if inode.nlink == 0 or not inode.is_file:
             return
         names = self.namespace.components(inode.ino)
+        if hints.is_tracker(names[-1]):
+            told = bytes(await self.reader.read(inode, 0, TRACKER_READ))
+            target = hints.tracked(names[-1], told)
+            if target is not None:
+                self.completed(self.retention.known(inode.parent, target))
+            return
+        if not inode.generation:
+            return
         context = self.retention.context(inode.parent, names[-1])
         if context.match is None or context.match.temporary:
             return
@@ -209,14 +231,13 @@ class Volume(Names):
         start = max(0, inode.size - hints.TAIL_BYTES)
         tail = bytes(await self.reader.read(inode, start, hints.TAIL_BYTES))
         finding = hints.examine(names[-1], inode.size, head, tail)
-        generation = inode.generation
-        whole, reason = self.retention.judge(
-            generation, inode, finding, failed=inode.error is not None
-        )
+        failed = inode.error is not None
+        stem = context.match.stem
+        whole, reason = self.retention.judge(inode, stem, finding, failed=failed)
         if whole:
-            self.completed(generation)
+            self.completed(inode.generation)
         else:
-            records = self.retention.incomplete(generation, reason)
+            records = self.retention.incomplete(inode.generation, reason)
             if records:
                 self.committer.log(*records)
 
@@ -257,7 +278,7 @@ class Volume(Names):
         if size > FILE_SIZE_MAX:
             raise FSError(errno.EFBIG, self.path(inode.ino))
         async with self.stream.stage(inode).lock:
-            inode.writes += 1
+            self._change(inode)
             if size < inode.size:
                 self._shrink(inode, size)
             elif size > inode.size:
@@ -265,7 +286,6 @@ class Volume(Names):
                 await self.stream.extend(inode, self.lane(inode))
                 self.retention.announce(inode.generation, size - inode.size)
                 inode.size = size
-                self.committer.touch(inode)
             if size == 0:
                 inode.error = None
 
@@ -276,8 +296,6 @@ class Volume(Names):
         else:
             self.namespace.cut(inode, size)
             inode.size = size
-        if inode.logged_size != size or inode.dirty:
-            self.committer.touch(inode)
 
     def getxattr(self, ino: int, name: bytes) -> bytes:
         return attributes.get(self, self.namespace.get(ino), name)
@@ -303,10 +321,10 @@ class Volume(Names):
         return observe.zone_map(self)
 
     def generations(self, ino: int) -> list[dict[str, Any]]:
-        return self.retention.table(ino)
+        return generations.table(self.retention, ino)
 
     def explain(self, ino: int) -> dict[str, Any]:
-        return self.retention.explain(self.namespace.get(ino))
+        return generations.explain(self.retention, self.namespace.get(ino))
 
     async def collect(self) -> dict[str, int]:
         """Reclaim now (`gc`)."""

@@ -31,6 +31,7 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
         "reader",
         "stream",
         "retention committer",
+        "generations",
         "reclaim recovery",
         "core",
         "names",

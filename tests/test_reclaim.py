@@ -31,35 +31,6 @@ async def fill(volume: Volume, prefix: bytes = b"fill") -> dict[int, int]:
             accepted[ino] += PIECE
 
 
-async def check(volume: Volume, accepted: dict[int, int]) -> None:
-    for ino, length in accepted.items():
-        assert await content(volume, ino) == bytes([ino % 251]) * length
-
-
-async def test_a_full_device_keeps_its_bytes_and_takes_deletes() -> None:
-    device = await formatted(small_device(zones=24))
-    with trio.fail_after(20):
-        async with mounted(device) as volume:
-            accepted = await fill(volume)
-            assert sum(accepted.values()) > 15 * 256 * 1024, "most of the device can be used"
-            await volume.syncfs()
-            await check(volume, accepted)
-            first, second, third, *_ = accepted
-            await volume.rename(ROOT, b"fill-2", ROOT, b"renamed")
-            await volume.setattr(third, size=100)
-            accepted[third] = 100
-            for name, ino in ((b"fill-0", first), (b"fill-1", second)):
-                await volume.unlink(ROOT, name)
-                del accepted[ino]
-            retried = await put(volume, ROOT, b"retry", b"r" * PIECE)
-            await volume.fsync(retried)
-            assert await content(volume, retried) == b"r" * PIECE
-            await check(volume, accepted)
-            assert volume.stream.write_errors == 0
-        async with mounted(device) as volume:
-            await check(volume, accepted)
-
-
 async def test_a_refused_write_stages_nothing() -> None:
     device = await formatted(small_device(zones=16))
     async with mounted(device) as volume:
