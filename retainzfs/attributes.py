@@ -129,9 +129,7 @@ def _follow(volume: Volume, inode: Inode) -> None:
         if records:
             volume.committer.log(*records)
             volume.retention.joined(inode)
-    records = volume.retention.refresh(inode)
-    if records:
-        volume.committer.log(*records)
+    volume.committer.log_each(volume.retention.refresh(inode))
 
 
 async def _act(volume: Volume, inode: Inode, act: Act) -> None:

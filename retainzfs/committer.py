@@ -28,6 +28,7 @@ from retainzfs.stream import Stream
 
 METADATA_INTERVAL_S = 1.0  # queued records reach the log within this time
 DATA_INTERVAL_S = 5.0  # dirty data reach the device within this time, in every class
+QUEUE_BATCHES = 2  # so much is queued at most; snapshots come between rounds, not inside
 SLICE = 64 << 10  # bytes of snapshot between two rounds; a few milliseconds
 MAPS_A_BATCH = 512  # records of a large file that go out as one piece
 
@@ -56,6 +57,7 @@ class Committer:
         self.interval_s = interval_s
         self._durable = durable
         self._queue: list[bytes | int] = []  # operations, and inodes whose bytes go before the next
+        self._queued = 0  # bytes in the queue
         self._looked_s = -math.inf  # when the dirty inodes were last searched for due ones
         self._waiting: list[tuple[list[Inode], trio.Event]] = []
         self._wake = trio.Event()
@@ -74,7 +76,19 @@ class Committer:
             self.namespace.apply(record)
             if isinstance(record, layout.InodeRecord | layout.SizeRecord):
                 self.namespace.inodes[record.ino].changed = self.round
-        self._queue.append(layout.encode_all(records))
+        encoded = layout.encode_all(records)
+        self._queue.append(encoded)
+        self._queued += len(encoded)
+
+    def log_each(self, records: Iterable[layout.Record]) -> None:
+        """Queue records that do not depend on each other, each an operation of its own."""
+        for record in records:
+            self.log(record)
+
+    @property
+    def crowded(self) -> bool:
+        """Whether so much is queued that callers should wait for a round."""
+        return self._queued > QUEUE_BATCHES * self.journal.batch_max
 
     def order(self, inode: Inode) -> None:
         """What is logged next becomes durable no sooner than the inode's bytes."""
@@ -98,6 +112,7 @@ class Committer:
         """Return when everything queued, and the bytes of these inodes, are durable."""
         if self.failed is not None:
             raise self.failed
+        assert not self._closed, "nothing is committed after the log has ended"
         done = trio.Event()
         self._waiting.append((list(inodes), done))
         self._wake.set()
@@ -197,6 +212,7 @@ class Committer:
         must not count links that a later one makes.
         """
         queue, self._queue = self._queue, []
+        self._queued = 0
         operations: list[bytes] = []
         pieces: dict[int, list[bytes]] = {}
         for entry in queue:

@@ -152,6 +152,8 @@ class Core:
             yield volume
             if volume.failed is None:
                 await volume.committer.close()
+            else:
+                nursery.cancel_scope.cancel()
 
     async def _serve(self) -> None:
         await self.committer.run()
@@ -194,8 +196,13 @@ class Core:
         if self.committer.failed is not None:
             raise errors.ReadOnly(self.device.name, self.committer.failed)
 
-    def _grow(self) -> None:
-        """Metadata is about to grow."""
+    async def _admit(self, *, grows: bool = False) -> None:
+        """An operation is about to queue records: wait while too many are queued.
+
+        With `grows` metadata will be more afterwards. Raises ReadOnly, NoSpace.
+        """
         self._check()
-        if self.journal.crowded:
+        if self.committer.crowded:
+            await self.committer.commit()
+        if grows and self.journal.crowded:
             raise errors.NoSpace("the metadata zones are nearly full; delete files")

@@ -75,6 +75,7 @@ class ServedVolume(Volume):
 class File:
     ino: int
     cached: bool  # goes through the page cache
+    changed: bool = False  # the file, by a write through it or by creating or truncating it
     wrote: bool = False  # since the kernel was last told
 
 
@@ -294,7 +295,7 @@ class Filesystem(pyfuse3.Operations):
             self._readers[ino] += 1
         fh = self._next_handle
         self._next_handle += 1
-        self._files[fh] = File(ino, cached)
+        self._files[fh] = File(ino, cached, changed=bool(flags & (os.O_TRUNC | os.O_CREAT)))
         return FileInfo(fh=fh, direct_io=not cached, keep_cache=keep)
 
     @answers
@@ -308,7 +309,7 @@ class Filesystem(pyfuse3.Operations):
     async def write(self, fh: int, offset: int, data: bytes) -> int:
         file = self._files[fh]
         written = await self.volume.write(file.ino, offset, data)
-        file.wrote = True
+        file.wrote = file.changed = True
         return written
 
     @answers
@@ -316,7 +317,7 @@ class Filesystem(pyfuse3.Operations):
         if control.owns(fh):
             return
         file = self._files[fh]
-        await self.volume.flush(file.ino)
+        await self.volume.flush(file.ino, wrote=file.changed)
         await self._expire_pages(file)
 
     @answers

@@ -58,9 +58,9 @@ class Extent(NamedTuple):
 class Inode:
     __slots__ = (
         "atime_ns", "changed", "content", "ctime_ns", "dirty", "due_s", "entries", "error",
-        "extents", "generation", "gid", "handles", "ino", "known_content", "logged_size",
-        "lookups", "mode", "mtime_ns", "nlink", "parent", "rdev", "shadow", "size", "stage", "uid",
-        "writes", "xattrs",
+        "extents", "generation", "gid", "handles", "ino", "judged", "known_content", "logged_size",
+        "lookups", "mode", "mtime_ns", "name", "nlink", "parent", "rdev", "shadow", "size", "stage",
+        "uid", "writes", "xattrs",
     )  # fmt: skip
 
     def __init__(self, ino: int) -> None:
@@ -82,6 +82,8 @@ class Inode:
         self.due_s = 0.0  # epoch by which a dirty inode is committed
         self.handles = 0
         self.lookups = 0
+        self.name = b""  # its newest one, if it still has that
+        self.judged = -1  # the count of `writes` when completeness was last looked at
         self.writes = 0  # counts modifications; a cached copy of another count is stale
         self.error: RetainzError | None = None  # a write that failed after its caller had gone
         self.stage: object = None  # the stream's own

@@ -161,6 +161,8 @@ class Journal:
             snapshot_position=self.snapshot_position,
         )
         await self._write(self.superblock.encode())
+        # So that batches without a superblock before them can only be damage.
+        await self.device.flush()
 
     def _free_zone(self) -> int:
         used = set(self.chain.values())
@@ -252,8 +254,29 @@ async def scan(device: Device) -> tuple[Replay, dict[int, int], int]:
             if batch.header.kind is BatchKind.SNAPSHOT_BEGIN:
                 begins[batch.header.sequence] = position
     _select(device.name, replay, batches, begins)
+    await _check_headless(device, set(superblocks), newest.uuid, replay.sequence)
     replay.clean = batches[-1].header.kind is BatchKind.CLEAN and not replay.rolled_back
     return replay, chain, end
+
+
+async def _check_headless(device: Device, known: set[int], uuid: bytes, sequence: int) -> None:
+    """A metadata zone whose superblock is broken must not hold what was once durable."""
+    for report in device.report()[: metadata_zones(device.geometry.zone_count)]:
+        limit = report.capacity if report.condition is Condition.FULL else report.write_pointer
+        if report.index in known or limit < BLOCK or report.condition is Condition.OFFLINE:
+            continue
+        window = _Window(device, report.index, limit)
+        for at in range(BLOCK, limit, BLOCK):
+            size = layout.batch_blocks(await window.read(at, BLOCK)) * BLOCK
+            if not size or at + size > limit:
+                continue
+            decoded = layout.decode_batch(await window.read(at, size))
+            if decoded is not None and decoded[0].uuid == uuid and decoded[0].sequence > sequence:
+                raise errors.Damaged(
+                    device.name,
+                    f"metadata zone {report.index} holds batch {decoded[0].sequence} and has lost "
+                    "its superblock",
+                )
 
 
 def _check_geometry(device: Device, superblock: Superblock) -> None:

@@ -91,6 +91,12 @@ def stored(nbytes: int) -> int:
     return (blocks + -(-blocks // RUN_BLOCKS_MAX) + 1) * BLOCK
 
 
+def payload(tail_blocks: int) -> int:
+    """Return how many data blocks surely fit into a tail, in runs as long as may be."""
+    full, rest = divmod(tail_blocks, RUN_BLOCKS_MAX + 1)
+    return full * RUN_BLOCKS_MAX + max(0, rest - 1)
+
+
 class Lanes:
     """Gives lanes their zones."""
 
@@ -114,6 +120,7 @@ class Lanes:
         self.lanes: dict[int, Lane] = {}
         self.staged: Callable[[], dict[Kind, int]] = dict  # bytes without a promise, by kind
         self.plans = 0
+        self._payload = payload(table.capacity // BLOCK)
         self._planning_ns = 0
         self._lock = trio.Lock()
         self._turns: dict[int, trio.Lock] = {}
@@ -151,21 +158,33 @@ class Lanes:
 
     def fits(self, kind: Kind, nbytes: int) -> bool:
         """Whether bytes may be staged: everything staged must have a place without any wait."""
-        table = self.table
-        group = table.group(kind)
-        capacity = table.capacity - table.capacity // RUN_BLOCKS_MAX - BLOCK
-        fresh = table.empty_available
         waiting = self.staged()
-        if fresh > len(DATA_KINDS) + (sum(waiting.values()) + nbytes) // capacity:
+        fresh = self.table.empty_available
+        if fresh > len(DATA_KINDS) + 2 * (sum(waiting.values()) + nbytes) // self.table.capacity:
             return True
-        for other in {table.group(k) for k in DATA_KINDS}:
-            staged = sum(n for k, n in waiting.items() if table.group(k) is other)
-            if other is group:
-                staged += nbytes
-            if staged:
-                need = stored(staged) - sum(z.tail for z in table.partial(other))
-                fresh -= max(0, -(-need // capacity))
-        return fresh >= 0
+        return nbytes <= self.room(kind)
+
+    def room(self, kind: Kind) -> int:
+        """Return how many bytes may be staged for a kind, beside what is staged already."""
+        table = self.table
+        waiting = self.staged()
+        mine = table.group(kind)
+        fresh = table.empty_available
+        left = 0
+        for group in {table.group(k) for k in DATA_KINDS}:
+            # A run may be cut at a zone's end, and each piece has a trailer.
+            runs = sum(-(-n // BLOCK // RUN_BLOCKS_MAX) + 1 for k, n in waiting.items()
+                       if table.group(k) is group)  # fmt: skip
+            staged = sum(n // BLOCK for k, n in waiting.items() if table.group(k) is group)
+            tails = sum(payload(zone.tail // BLOCK) for zone in table.partial(group))
+            over = staged + runs - tails
+            if over > 0:
+                fresh -= -(-over // self._payload)
+                over %= self._payload
+                left = (self._payload - over) % self._payload if group is mine else left
+            elif group is mine:
+                left = -over
+        return (left + fresh * self._payload) * BLOCK if fresh >= 0 else 0
 
     async def claim(self, lane: Lane, want: int) -> Place:
         """Promise the lane room for up to `want` data blocks. Raises NoSpace."""

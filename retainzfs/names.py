@@ -16,7 +16,7 @@ from retainzfs.namespace import FSError, Inode
 RENAME_NOREPLACE = 1
 RENAME_EXCHANGE = 2
 LINK_MAX = 65000
-TREE_MAX = 256  # names that are removed as one operation; their records fit into any batch
+TREE_MAX = 100  # names that are removed as one operation; their records fit into any batch
 
 
 log = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ class Names(Core):
         target: bytes = b"",
     ) -> Inode:
         """Create a file, directory, symbolic link (with `target`), fifo, socket or device node."""
-        self._grow()
+        await self._admit(grows=True)
         directory = self._new_name(parent, name)
         if len(target) > layout.SYMLINK_MAX:
             raise FSError(errno.ENAMETOOLONG, os.fsdecode(name))
@@ -65,7 +65,7 @@ class Names(Core):
         return inode
 
     async def link(self, ino: int, parent: int, name: bytes) -> Inode:
-        self._grow()
+        await self._admit(grows=True)
         directory = self._new_name(parent, name)
         inode = self.namespace.get(ino)
         if inode.is_dir:
@@ -76,14 +76,16 @@ class Names(Core):
             raise FSError(errno.EMLINK, self.namespace.path(ino))
         now = self.options.wall_ns()
         self.committer.log(
-            self.namespace.describe(inode)._replace(nlink=inode.nlink + 1, ctime_ns=now),
+            self.namespace.describe(inode)._replace(
+                nlink=inode.nlink + 1, ctime_ns=now, parent=parent
+            ),
             layout.LinkRecord(parent, name, ino),
             self._touched(directory, now),
         )
         return inode
 
     async def unlink(self, parent: int, name: bytes) -> None:
-        self._check()
+        await self._admit()
         inode = self.namespace.child(parent, name)
         if inode.is_dir:
             raise FSError(errno.EISDIR, self.namespace.path(inode.ino))
@@ -96,7 +98,7 @@ class Names(Core):
         )
 
     async def rmdir(self, parent: int, name: bytes) -> None:
-        self._check()
+        await self._admit()
         inode = self.namespace.child(parent, name)
         if not inode.is_dir:
             raise FSError(errno.ENOTDIR, self.namespace.path(inode.ino))
@@ -152,11 +154,11 @@ class Names(Core):
     ) -> None:
         """Rename atomically. Durable on return inside streams and in class output; elsewhere the
         bytes of the source reach the log before the name does."""
-        self._check()
+        await self._admit()
         source = self.namespace.child(parent, name)
         target_ino = self.namespace.directory(new_parent).get(new_name)
         target = self.namespace.get(target_ino) if target_ino is not None else None
-        self._check_rename(source, target, new_parent, new_name, flags)
+        self._check_rename(source, target, parent, new_parent, new_name, flags)
         if source is target or (parent, name) == (new_parent, new_name):
             return
         durable = self.syncs(source) or self._syncs_at(new_parent, new_name)
@@ -167,7 +169,7 @@ class Names(Core):
             source = self.namespace.child(parent, name)
             target_ino = self.namespace.directory(new_parent).get(new_name)
             target = self.namespace.get(target_ino) if target_ino is not None else None
-            self._check_rename(source, target, new_parent, new_name, flags)
+            self._check_rename(source, target, parent, new_parent, new_name, flags)
             below = self._dirty_below(source)
         for inode in below:
             self.committer.order(inode)
@@ -183,7 +185,13 @@ class Names(Core):
             await self.committer.commit()
 
     def _check_rename(
-        self, source: Inode, target: Inode | None, new_parent: int, new_name: bytes, flags: int
+        self,
+        source: Inode,
+        target: Inode | None,
+        parent: int,
+        new_parent: int,
+        new_name: bytes,
+        flags: int,
     ) -> None:
         where = os.fsdecode(new_name)
         if flags & ~(RENAME_NOREPLACE | RENAME_EXCHANGE):
@@ -196,6 +204,10 @@ class Names(Core):
             raise FSError(errno.ENOENT, where)
         if source.is_dir and self.namespace.below(self.namespace.get(new_parent), source.ino):
             raise FSError(errno.EINVAL, where, "a directory cannot move below itself")
+        if flags & RENAME_EXCHANGE and target is not None and target.is_dir:
+            if self.namespace.below(self.namespace.get(parent), target.ino):
+                raise FSError(errno.EINVAL, where, "a directory cannot move below itself")
+            return
         if target is None or flags & RENAME_EXCHANGE or source is target:
             return
         if source.is_dir and not target.is_dir:
@@ -316,8 +328,10 @@ class Names(Core):
                 self.completed(generation)
             return
         for inode, parent, name in self._files(source, *new):
+            if self.retention.owns(inode):
+                continue
             generation, records = self.retention.assign(parent, name, again=False)
-            if generation == inode.generation or self.retention.owns(inode):
+            if generation == inode.generation:
                 continue
             left = self.retention.left(inode.generation, inode.ino)
             described = self.namespace.describe(inode)._replace(generation=generation)
@@ -341,7 +355,7 @@ class Names(Core):
         """Evidence says that a generation is complete; the next round makes that durable."""
         records = self.retention.complete(generation)
         if records:
-            self.committer.log(*records)
+            self.committer.log_each(records)
             self.lanes.close(generation)
             if self.retention.reapable(generation):
                 self.nursery.start_soon(self._reap, generation)

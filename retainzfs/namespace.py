@@ -99,7 +99,9 @@ class Namespace:
             inode = self.get(ino)
             parent = self.inodes.get(inode.parent)
             entries = parent.entries if parent is not None else None
-            name = next((n for n, i in (entries or {}).items() if i == ino), None)
+            name: bytes | None = inode.name
+            if entries is None or entries.get(inode.name) != ino:
+                name = next((n for n, i in (entries or {}).items() if i == ino), None)
             names.append(name if name is not None else b"(unlinked inode %d)" % ino)
             ino = inode.parent if entries is not None else ROOT
         return names[::-1]
@@ -187,8 +189,9 @@ class Namespace:
             raise ValueError(f"inode {record.parent} has a name in it and is no directory")
         parent.entries[record.name] = record.ino
         child = self.inodes.get(record.ino)
-        if child is not None and child.is_dir:
-            self.version += 1
+        if child is not None:
+            child.name = record.name
+            self.version += child.is_dir
 
     def _unlink(self, record: layout.UnlinkRecord) -> None:
         parent = self._known(record.parent)
@@ -285,6 +288,29 @@ class Namespace:
             lost = extent.blocks - sum(e.blocks for e in kept)
             if lost:
                 self._lose(inode, extent.run, lost)
+
+    def revert(self, inode: Inode, run: Run) -> bool:
+        """Let the blocks that a failed run should have held be where the journal knows them.
+
+        False, and nothing changed, when the journal does not know them all.
+        """
+        failed = [e for e in inode.extents if e.run is run]
+        wanted = sum(e.blocks for e in failed)
+        known: list[Extent] = []
+        rest: list[Extent] = []
+        spans = Spans((e.block, e.end) for e in failed)
+        for extent in inode.shadow:
+            outside = list(spans.outside(extent))
+            rest += outside
+            known += Spans((e.block, e.end) for e in outside).outside(extent)
+        if sum(e.blocks for e in known) != wanted:
+            return False
+        for extent in failed:
+            self.drop(inode, extent.block, extent.end)
+        inode.shadow = rest
+        for extent in known:  # they are counted already
+            inode.extents.insert(inode.find(extent.block), extent)
+        return True
 
     def cut(self, inode: Inode, size: int) -> None:
         """Drop everything behind `size` bytes, what the journal knows included."""

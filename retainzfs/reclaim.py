@@ -67,6 +67,7 @@ class Reclaim:
         await self.device.reset([zone.index for zone in zones])
         for zone in zones:
             self.table.reset(zone)
+            self.namespace.runs.pop(zone.index, None)
             self.committer.log(layout.ZoneRecord(zone.index, zone.epoch))
         self.resets += len(zones)
         self.lanes.changed()
@@ -140,7 +141,8 @@ class Reclaim:
             return False
         before = self._usable()
         if victim.active:
-            self.table.seal(victim)  # its own tail is no destination
+            # Its own tail is no destination, and the copies may need its slot.
+            await self.lanes.finish(victim)
         kind = victim.kind
         lane = self.lanes.lane(COPIES - victim.kind, victim.kind, copies=True)
         moved = await self._move_all(victim, lane)
@@ -150,8 +152,6 @@ class Reclaim:
             durable = victim.freed_at <= self.committer.durable_round
             if victim.dead and durable and not victim.pins:
                 await self._reset([victim])
-        if victim.active:
-            await self.lanes.finish(victim)
         await self.reset_dead()
         self._adopt(kind)
         return self._usable() > before

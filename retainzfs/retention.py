@@ -67,7 +67,7 @@ class Retention:
         self.now_s = now_s
         self.streams: dict[int, Stream] = {}
         self.members: dict[int, set[int]] = {}  # generation id → inodes
-        self.announced: dict[int, int] = {}  # generation id → bytes that ftruncate promised
+        self.announced: dict[int, dict[int, int]] = {}  # generation id → inode → promised size
         self.reasons: dict[int, str] = {}  # generation id → why it does not count as complete
         self._contexts: dict[int, tuple[int, Context]] = {}
         self._unit: float | None = None
@@ -120,8 +120,11 @@ class Retention:
 
     def _ancestors(self, ino: int) -> Iterator[int]:
         while ino != ROOT:
+            inode = self.namespace.inodes.get(ino)
+            if inode is None:
+                break  # the directory of a file's first name may be gone before the file
             yield ino
-            ino = self.namespace.get(ino).parent
+            ino = inode.parent
         yield ROOT
 
     def _stream_of(self, directory: int, match: hints.Match) -> int:
@@ -130,7 +133,10 @@ class Retention:
 
     def policy_of(self, inode: Inode) -> hints.Policy:
         """Return the policy of an inode, its own attributes included."""
-        base = self._of_directory(inode.ino if inode.is_dir else inode.parent)
+        directory = inode.ino if inode.is_dir else inode.parent
+        if directory not in self.namespace.inodes:
+            directory = ROOT  # an open file whose directory was removed
+        base = self._of_directory(directory)
         if inode.is_dir or not inode.xattrs:
             return base.policy
         chain = [inode.xattrs, *(self.namespace.get(i).xattrs or {} for i in base.chain)]
@@ -397,14 +403,15 @@ class Retention:
         inode = self.namespace.inodes.get(record.stream)
         stated = self.policy_of(inode).size if inode is not None else None
         learned = stream.size if stream is not None else 0
-        size = stated or max(self.announced.get(generation, 0), learned)
+        announced = sum(self.announced.get(generation, {}).values())
+        size = stated or max(announced, learned)
         kind = Kind.ANCHOR if math.isinf(record.retire) else Kind.FINITE
         return Hint(kind, record.retire, size)
 
-    def announce(self, generation: int, nbytes: int) -> None:
-        """A file of the generation grew to its size before its bytes came (ftruncate)."""
-        if generation:
-            self.announced[generation] = self.announced.get(generation, 0) + nbytes
+    def announce(self, inode: Inode, size: int) -> None:
+        """A file grew to its size before its bytes came (ftruncate)."""
+        if inode.generation:
+            self.announced.setdefault(inode.generation, {})[inode.ino] = size
 
     def unit_s(self) -> float:
         """Return placement's unit E in seconds: a quarter of the streams' median cadence."""

@@ -38,7 +38,7 @@ ATTEMPTS = 3  # zones that are tried before a write counts as failed
 class OpenRun:
     """A run that still takes blocks."""
 
-    __slots__ = ("kind", "lane", "run", "slot")
+    __slots__ = ("kind", "lane", "rest", "run", "slot")
 
     def __init__(self, lane: Lane, kind: Kind, slot: memoryview) -> None:
         self.lane = lane
@@ -46,6 +46,7 @@ class OpenRun:
         self.slot = slot
         self.run = Run(-1, 0, 0, 0, b"")
         self.run.buffer = slot
+        self.rest: Run | None = None  # what was cut off, while the first part is appended
 
     @property
     def room(self) -> int:
@@ -98,8 +99,9 @@ class Stream:
         """Return the bytes, by kind of zone, that have no place on the device yet."""
         staged: dict[Kind, int] = {}
         for opened in (*self._open.values(), *self._sealed):
-            if opened.run.zone < 0:
-                staged[opened.kind] = staged.get(opened.kind, 0) + opened.run.held * BLOCK
+            for run in (opened.run, opened.rest):
+                if run is not None and run.zone < 0:
+                    staged[opened.kind] = staged.get(opened.kind, 0) + run.held * BLOCK
         return staged
 
     # Writing; the caller holds the inode's lock
@@ -144,7 +146,12 @@ class Stream:
 
     async def rewrite(self, inode: Inode, extent: Extent, lane: Lane) -> bool:
         """Stage an extent's bytes anew, to move them; False when they changed hands meanwhile."""
-        data = await self.reader.fetch(inode, extent)
+        zone = self.lanes.table[extent.run.zone]
+        self.lanes.table.pin(zone)
+        try:
+            data = await self.reader.fetch(inode, extent)
+        finally:
+            self.lanes.table.unpin(zone)
         current = list(inode.spans(extent.block, extent.end))
         if current != [extent]:
             return False
@@ -309,7 +316,7 @@ class Stream:
                 opened = lane.queue.popleft()
                 rest: Run | None = opened.run
                 while rest is not None:
-                    opened.run = rest
+                    opened.run, opened.rest = rest, None
                     rest = await self._place(rest, opened)
                 self._sealed.remove(opened)
                 self._release(opened)
@@ -328,6 +335,7 @@ class Stream:
                 error = no_space
                 break
             rest = self._split(run, place.blocks) if place.blocks < run.length else None
+            opened.rest = rest
             self._assign(run, place)
             try:
                 await self._append(run, place)
@@ -338,22 +346,24 @@ class Stream:
                 self._distrust(run, place)
                 if rest is not None:
                     self._join(run, rest)
+                    opened.rest = None
                 continue
             self._finished(run)
             return rest
         assert error is not None, "an append that was given up had a reason"
         run.failed = True
-        for ino in run.owners:
-            inode = self.namespace.inodes.get(ino)
-            if inode is not None:
+        for ino in list(run.owners):
+            inode = self.namespace.inodes[ino]
+            # A copy that found no place is given up: the original is still there.
+            if not (lane.copies and self.namespace.revert(inode, run)):
                 inode.error = error
         self._finished(run)
         return None
 
     def _assign(self, run: Run, place: Place) -> None:
         run.zone, run.epoch, run.start = place.zone.index, place.zone.epoch, place.start
-        here = self.namespace.runs.setdefault(run.zone, {})
-        here[run.epoch, run.start] = run
+        if run.owners:
+            self.namespace.runs.setdefault(run.zone, {})[run.epoch, run.start] = run
         for ino, count in run.owners.items():
             generation = self.namespace.inodes[ino].generation
             self.lanes.table.add_live(place.zone, generation, count * BLOCK)
@@ -404,6 +414,10 @@ class Stream:
 
     def _finished(self, run: Run) -> None:
         run.buffer = None
+        self._wake(run)
+
+    def _wake(self, run: Run) -> None:
+        """Whoever waits for the run looks again."""
         event = self._events.pop(id(run), None)
         if event is not None:
             event.set()
@@ -447,6 +461,7 @@ class Stream:
             run.owners[ino] = run.owners.get(ino, 0) + rest.owners[ino]
         run.held += rest.held
         run.length += rest.length
+        self._wake(rest)
 
     def _compact(self, run: Run) -> None:
         """Squeeze out the blocks that no extent holds any more; they are not worth writing."""

@@ -23,11 +23,14 @@ import stat
 from dataclasses import dataclass
 from typing import Any
 
+import trio
+
 from retainzfs import attributes, errors, generations, hints, layout, observe
 from retainzfs.core import Options
 from retainzfs.layout import BLOCK
 from retainzfs.names import RENAME_EXCHANGE, RENAME_NOREPLACE, Names
 from retainzfs.namespace import ROOT, FSError, Inode
+from retainzfs.zones import Kind
 
 __all__ = [
     "RENAME_EXCHANGE",
@@ -42,7 +45,11 @@ __all__ = [
 
 FILE_SIZE_MAX = 1 << 60  # block numbers stay far from 64 bits
 WRITE_SLACK = 2 * BLOCK  # a write touches at most a partial block at either end
+TIME_NS_MIN, TIME_NS_MAX = -(1 << 63), (1 << 63) - 1  # years 1677 to 2262, as the record holds
 TRACKER_READ = hints.markers.TRACKER_LENGTH_MAX + 1  # bytes of a tracker file that are looked at
+PROMISE_SLACK = (
+    16 * BLOCK
+)  # runs that are cut short at a drain or at a zone's end have trailers too
 RELATIME_NS = 24 * 3600 * 10**9
 
 
@@ -89,10 +96,8 @@ class Volume(Names):
         totals = self.table.totals
         capacity = sum(totals)
         free = capacity - totals.live - totals.pending - totals.lost
-        usable = self.table.empty_available * self.table.capacity + totals.tail
-        usable -= sum(self.stream.staged().values())
-        # Of every run one block in a thousand is a trailer.
-        usable -= usable // layout.RUN_BLOCKS_MAX + WRITE_SLACK
+        room = self.lanes.room(Kind.UNHINTED)
+        usable = room - room // layout.RUN_BLOCKS_MAX - PROMISE_SLACK
         files = len(self.namespace.inodes)
         room = self.journal.zones * self.journal.capacity // 4 // attributes.INODE_COST
         return StatFs(
@@ -137,18 +142,32 @@ class Volume(Names):
         inode = self.namespace.get(ino)
         if inode.error is not None:
             raise inode.error
-        self._grow()
-        kind = self.lanes.hint(self.lane(inode)).kind
-        if not self.lanes.fits(kind, len(view) + WRITE_SLACK):
-            await self.reclaim.make_room(kind, len(view) + WRITE_SLACK)
-        async with self.stream.stage(inode).lock:
+        if not view:
+            return 0
+        await self._admit(grows=True)
+        lock = await self._lock_with_room(inode, len(view) + WRITE_SLACK)
+        try:
             inode.mtime_ns = inode.ctime_ns = self.options.wall_ns()
             if inode.mode & (stat.S_ISUID | stat.S_ISGID):
                 self._drop_privileges(inode)
             self._change(inode)
             await self.stream.write(inode, offset, view, self.lane(inode))
+        finally:
+            lock.release()
         self.logical += len(view)
         return len(view)
+
+    async def _lock_with_room(self, inode: Inode, nbytes: int) -> trio.Lock:
+        """Take the inode's lock at a moment when so many bytes may be staged. Raises NoSpace."""
+        lock = self.stream.stage(inode).lock
+        while True:
+            kind = self.lanes.hint(self.lane(inode)).kind
+            if not self.lanes.fits(kind, nbytes):
+                await self.reclaim.make_room(kind, nbytes)
+            await lock.acquire()
+            if self.lanes.fits(kind, nbytes):
+                return lock
+            lock.release()
 
     def _change(self, inode: Inode) -> None:
         """The bytes of a file change; the caller holds its lock."""
@@ -180,7 +199,8 @@ class Volume(Names):
             raise inode.error
         if not wrote:
             return
-        if inode.ino in self.committer.dirty or not self.committer.clean(inode):
+        if inode.judged != inode.writes:
+            inode.judged = inode.writes
             await self._judge(inode)
         if inode.nlink and self.syncs(inode):
             await self.fsync(ino)
@@ -255,7 +275,7 @@ class Volume(Names):
         mtime_ns: int | None = None,
         ctime_ns: int | None = None,
     ) -> Inode:
-        self._check()
+        await self._admit()
         inode = self.namespace.get(ino)
         now = self.options.wall_ns()
         if size is not None:
@@ -264,6 +284,9 @@ class Volume(Names):
         record = self.namespace.describe(inode)
         changes = {"uid": uid, "gid": gid, "atime_ns": atime_ns, "mtime_ns": mtime_ns}
         fields = {name: value for name, value in changes.items() if value is not None}
+        for name in ("atime_ns", "mtime_ns"):
+            if name in fields:
+                fields[name] = max(TIME_NS_MIN, min(fields[name], TIME_NS_MAX))
         if mode is not None:
             fields["mode"] = stat.S_IFMT(inode.mode) | stat.S_IMODE(mode)
         fields["ctime_ns"] = now if ctime_ns is None else ctime_ns
@@ -277,17 +300,26 @@ class Volume(Names):
             raise FSError(errno.EINVAL, self.path(inode.ino))
         if size > FILE_SIZE_MAX:
             raise FSError(errno.EFBIG, self.path(inode.ino))
-        async with self.stream.stage(inode).lock:
+        if size <= inode.size:
+            lock = self.stream.stage(inode).lock
+            await lock.acquire()
+        else:
+            await self._admit(grows=True)
+            lock = await self._lock_with_room(inode, WRITE_SLACK)
+        try:
+            if inode.ino not in self.namespace.inodes:
+                raise FSError(errno.ENOENT, f"inode {inode.ino}")
             self._change(inode)
             if size < inode.size:
                 self._shrink(inode, size)
             elif size > inode.size:
-                self._grow()
                 await self.stream.extend(inode, self.lane(inode))
-                self.retention.announce(inode.generation, size - inode.size)
+                self.retention.announce(inode, size)
                 inode.size = size
             if size == 0:
                 inode.error = None
+        finally:
+            lock.release()
 
     def _shrink(self, inode: Inode, size: int) -> None:
         self.stream.trim(inode, size)
@@ -305,11 +337,11 @@ class Volume(Names):
 
     async def setxattr(self, ino: int, name: bytes, value: bytes, flags: int = 0) -> None:
         """Set an extended attribute; ours are checked and acted on (BadAttribute, NotYet)."""
-        self._grow()
+        await self._admit(grows=True)
         await attributes.set_(self, self.namespace.get(ino), name, value, flags)
 
     async def removexattr(self, ino: int, name: bytes) -> None:
-        self._check()
+        await self._admit()
         await attributes.remove(self, self.namespace.get(ino), name)
 
     # For people

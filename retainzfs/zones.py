@@ -412,7 +412,7 @@ class ZoneTable:
             zone.write_pointer += nbytes
             zone.last_used = self._uses = self._uses + 1
             if zone.write_pointer == zone.capacity:
-                zone.state = State.FULL
+                zone.state, zone.sealed = State.FULL, False
 
     def open(self, zone: Zone) -> bool:
         """Counts the zone as open, to append to it; False when the ledger of open zones is used

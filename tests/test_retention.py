@@ -105,7 +105,10 @@ async def test_cadence_is_learned_and_gives_retirements(clock: Clock, mount: Opt
             assert told["retire_epoch"] - told["birth_epoch"] == pytest.approx(300, abs=3)
             assert "keep_last=3, learned cadence" in told["origin"]
         clock.time_s += 300
+        assert row(volume, 1)["state"] == "complete", "the newest three are kept, however old"
+        await put(volume, ROOT, b"step-4.pt", archive())
         assert row(volume, 1)["state"] == "retired"
+        assert row(volume, 2)["state"] == "complete"
     async with Volume.mounted(device, mount) as volume:
         assert volume.statistics()["streams"][0]["cadence_s"] == pytest.approx(100, abs=1)
 
