@@ -170,6 +170,8 @@ class Lanes:
         waiting = self.staged()
         mine = table.group(kind)
         fresh = table.empty_available
+        if table.active_data() >= table.limits.total:
+            fresh -= 1  # opening a zone finishes another, and strands its tail
         left = 0
         for group in {table.group(k) for k in DATA_KINDS}:
             # A run may be cut at a zone's end, and each piece has a trailer.

@@ -140,6 +140,8 @@ class Reclaim:
         if not self._has_destination(victim):
             return False
         before = self._usable()
+        if victim.active and self.lanes.room(victim.kind) < victim.tail:
+            return False  # what is staged counts on that tail
         if victim.active:
             # Its own tail is no destination, and the copies may need its slot.
             await self.lanes.finish(victim)

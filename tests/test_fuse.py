@@ -106,6 +106,14 @@ def test_a_sparse_file_takes_what_it_holds(room: Path) -> None:
     assert path.stat().st_size == 1 << 40
 
 
+def test_a_small_file_does_not_look_like_a_hole(room: Path) -> None:
+    """Its bytes are in the inode; tar and cp skip files that take no blocks."""
+    (room / "small").write_bytes(b"x" * 100)
+    assert (room / "small").stat().st_blocks == 1
+    (room / "empty").touch()
+    assert (room / "empty").stat().st_blocks == 0
+
+
 def test_too_large_a_file_is_refused(room: Path) -> None:
     (room / "file").touch()
     with pytest.raises(OSError, match="too large") as caught:

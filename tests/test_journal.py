@@ -217,3 +217,25 @@ async def test_full_metadata_zones_refuse_growth_and_admit_deletes() -> None:
     async with mounted(untouched) as volume:
         assert volume.entries(ROOT) == []
         await volume.make(ROOT, b"again", FILE, 0, 0)
+
+
+async def test_a_damaged_superblock_of_the_newest_zone_is_damage() -> None:
+    """The log since the zone switch was durable and is not forgotten silently."""
+    device = await formatted(small_device(zones=24))
+    async with mounted(device) as volume:
+        log = volume.journal
+        made = 0
+        while log.position < 2 or log.snapshot_position == log.position or log.snapshot_begun:
+            for _ in range(40):
+                made += 1
+                await volume.make(ROOT, b"f%d" % made, FILE, 0, 0)
+            await volume.syncfs()
+        for number in range(10):
+            await volume.make(ROOT, b"later%d" % number, FILE, 0, 0)
+            await volume.syncfs()
+        zone = log.chain[log.position]
+        cut = copy.deepcopy(device)
+    await cut.start()
+    damage(cut, zone, 10)
+    with pytest.raises(Damaged, match="superblock"):
+        await journal.scan(cut)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import random
 
 import pytest
 import trio
 
-from retainzfs.errors import NoSpace
+from retainzfs.errors import FSError, NoSpace
 from retainzfs.layout import BLOCK
 from retainzfs.volume import ROOT, Volume
 from tests.helpers import FILE, content, formatted, mounted, put, small_device, zones_of
@@ -130,3 +131,106 @@ async def test_a_zone_is_not_reset_before_the_delete_is_durable() -> None:
         await volume.syncfs()
         await volume.reclaim.reset_dead()
         assert all(volume.table[z].write_pointer == 0 for z in zones)
+
+
+@pytest.mark.parametrize("used", [0, 100_000, 1_000_000])
+async def test_what_is_promised_as_available_can_be_written(used: int) -> None:
+    device = await formatted(small_device(zones=24))
+    async with mounted(device) as volume:
+        await put(volume, ROOT, b"used", b"u" * used)
+        promised = volume.statfs().available * BLOCK
+        assert promised < volume.statfs().free * BLOCK <= volume.statfs().blocks * BLOCK
+        ino = (await volume.make(ROOT, b"f", FILE, 0, 0)).ino
+        with trio.fail_after(10):
+            for at in range(0, promised, 1 << 17):
+                await volume.write(ino, at, b"x" * min(1 << 17, promised - at))
+            await volume.fsync(ino)
+        assert await content(volume, ino) == b"x" * promised
+
+
+async def check(volume: Volume, accepted: dict[int, int]) -> None:
+    for ino, length in accepted.items():
+        assert await content(volume, ino) == bytes([ino % 251]) * length
+
+
+async def test_a_full_device_keeps_its_bytes_and_takes_deletes() -> None:
+    device = await formatted(small_device(zones=24))
+    with trio.fail_after(20):
+        async with mounted(device) as volume:
+            accepted = await fill(volume)
+            assert sum(accepted.values()) > 15 * 256 * 1024, "most of the device can be used"
+            await volume.syncfs()
+            await check(volume, accepted)
+            first, second, third, *_ = accepted
+            await volume.rename(ROOT, b"fill-2", ROOT, b"renamed")
+            await volume.setattr(third, size=100)
+            accepted[third] = 100
+            for name, ino in ((b"fill-0", first), (b"fill-1", second)):
+                await volume.unlink(ROOT, name)
+                del accepted[ino]
+            retried = await put(volume, ROOT, b"retry", b"r" * PIECE)
+            await volume.fsync(retried)
+            assert await content(volume, retried) == b"r" * PIECE
+            await check(volume, accepted)
+            assert volume.stream.write_errors == 0
+        async with mounted(device) as volume:
+            await check(volume, accepted)
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_many_kinds_on_few_active_zones_neither_hang_nor_lose(seed: int) -> None:
+    """Six writers of five kinds, three data slots, collection in between."""
+    device = await formatted(small_device(zones=24, max_active=6, max_open=4))
+    kinds = {
+        b"ck": (b"keep_last", b"2"),
+        b"an": (b"anchor", b"1"),
+        b"ca": (b"class", b"cache"),
+        b"sc": (b"class", b"scratch"),
+        b"ou": (b"class", b"output"),
+    }
+    async with mounted(device) as volume:
+        directories = []
+        for name, (attribute, value) in kinds.items():
+            made = await volume.make(ROOT, name, 0o040755, 0, 0)
+            await volume.setxattr(made.ino, b"user.retainz." + attribute, value)
+            directories.append(made.ino)
+
+        async def writer(number: int) -> None:
+            rng = random.Random(seed * 100 + number)
+            for _ in range(25):
+                directory = rng.choice(directories)
+                name = b"step-%d.pt" % rng.randrange(12)
+                choice = rng.random()
+                try:
+                    if choice < 0.65:
+                        await save(volume, directory, name, rng)
+                    elif choice < 0.9:
+                        await volume.unlink(directory, name)
+                    else:
+                        await volume.collect()
+                except NoSpace:
+                    continue
+                except FSError as error:
+                    if error.errno != errno.ENOENT:
+                        raise
+
+        with trio.fail_after(20):
+            async with trio.open_nursery() as nursery:
+                for number in range(6):
+                    nursery.start_soon(writer, number)
+        assert volume.stream.write_errors == 0
+
+
+async def save(volume: Volume, directory: int, name: bytes, rng: random.Random) -> None:
+    try:
+        ino = volume.lookup(directory, name).ino
+    except FSError:
+        ino = (await volume.make(directory, name, FILE, 0, 0)).ino
+    volume.open(ino)
+    try:
+        for _ in range(rng.randrange(1, 8)):
+            data = b"x" * rng.choice([10, 5000, 70_000, 200_000])
+            await volume.write(ino, rng.randrange(300_000), data)
+        await volume.flush(ino)
+    finally:
+        volume.close(ino)

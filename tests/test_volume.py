@@ -85,3 +85,53 @@ async def test_power_cut_keeps_what_was_acknowledged(seed: int) -> None:
             await volume.fsync(ino)
         async with mounted(survivor) as volume:
             assert await content(volume, volume.lookup(ROOT, b"after").ino) == b"x" * 100_000
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_a_renamed_file_has_its_bytes_after_a_cut(seed: int) -> None:
+    """The way editors save: write beside, rename over, no fsync. The old or the new, whole."""
+    rng = random.Random(seed)
+    cuts = 0
+    while cuts < 10:
+        device = CrashingDevice(small_device(zones=64).geometry)
+        await formatted(device)
+        start = device.operations
+        device.cut_at = start + rng.randrange(4, 60)
+        try:
+            async with Volume.mounted(device, options()) as volume:
+                await rewrite_by_rename(volume)
+        except BaseExceptionGroup as group:
+            if group.split(PowerCut)[1] is not None:
+                raise
+            cuts += 1
+        survivor = device.after_cut(rng)
+        await survivor.start()
+        async with mounted(survivor) as volume:
+            if b"config" in dict(volume.entries(ROOT)):
+                found = await content(volume, volume.lookup(ROOT, b"config").ino)
+                assert found in {bytes([n]) * 9000 for n in range(40)}, "neither old nor new"
+
+
+async def rewrite_by_rename(volume: Volume) -> None:
+    for number in range(40):
+        ino = (await volume.make(ROOT, b"config.new", 0o100644, 0, 0)).ino
+        volume.open(ino)
+        await volume.write(ino, 0, bytes([number]) * 9000)
+        await volume.flush(ino)
+        volume.close(ino)
+        await volume.rename(ROOT, b"config.new", ROOT, b"config")
+        if number % 3 == 0:
+            await volume.committer.commit()
+
+
+async def test_a_hard_link_outlives_its_first_directory() -> None:
+    device = await formatted(small_device())
+    async with mounted(device) as volume:
+        first = await volume.make(ROOT, b"d", 0o040755, 0, 0)
+        file = await volume.make(first.ino, b"f", 0o100644, 0, 0)
+        await volume.write(file.ino, 0, b"y" * 5000)
+        await volume.link(file.ino, ROOT, b"g")
+        await volume.unlink(first.ino, b"f")
+        await volume.rmdir(ROOT, b"d")
+    async with mounted(device) as volume:
+        assert await content(volume, volume.lookup(ROOT, b"g").ino) == b"y" * 5000
