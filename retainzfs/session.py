@@ -174,8 +174,8 @@ async def _leave_on_signals(directory: str, serving: trio.CancelScope) -> None:
 
 async def _leave_anyway(directory: str, serving: trio.CancelScope) -> None:
     """The machine goes down: take the mount out of the tree, do not wait for its users long."""
-    log.warning("%s: detached; who uses it has %g s to finish", directory, GRACE_S)
     await trio.to_thread.run_sync(lambda: unmounting.detach(directory, lazy=True))
+    log.warning("%s: detached; who uses it has %g s to finish", directory, GRACE_S)
     await trio.sleep(GRACE_S)
     pyfuse3.terminate()  # requests that are being served end
     await trio.sleep(GRACE_S)
