@@ -57,10 +57,10 @@ class Extent(NamedTuple):
 
 class Inode:
     __slots__ = (
-        "atime_ns", "changed", "content", "ctime_ns", "dirty", "due_s", "entries", "error",
-        "extents", "generation", "gid", "handles", "ino", "judged", "known_content", "logged_size",
-        "lookups", "mode", "mtime_ns", "name", "nlink", "parent", "rdev", "shadow", "size", "stage",
-        "uid", "writes", "xattrs",
+        "atime_ns", "blocks", "changed", "content", "ctime_ns", "dirty", "due_s", "entries",
+        "error", "extents", "generation", "gid", "handles", "ino", "judged", "known_content",
+        "logged_size", "lookups", "mode", "mtime_ns", "name", "nlink", "parent", "rdev", "shadow",
+        "size", "stage", "uid", "writes", "xattrs",
     )  # fmt: skip
 
     def __init__(self, ino: int) -> None:
@@ -70,6 +70,7 @@ class Inode:
         self.generation = 0  # see retention; 0: none
         self.parent = 0  # a directory's parent; of a file the directory of its newest name
         self.extents: list[Extent] = []
+        self.blocks = 0  # that its extents hold
         self.content = b""
         self.xattrs: dict[bytes, bytes] | None = None
         self.entries: dict[bytes, int] | None = None
@@ -95,10 +96,6 @@ class Inode:
     @property
     def is_file(self) -> bool:
         return stat.S_ISREG(self.mode)
-
-    @property
-    def blocks(self) -> int:
-        return sum(e.blocks for e in self.extents)
 
     def find(self, block: int) -> int:
         """Return the index of the first extent that ends behind `block`."""

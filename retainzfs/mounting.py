@@ -25,6 +25,7 @@ from retainzfs.volume import Options
 
 log = logging.getLogger(__name__)
 
+LOG_NAME_MAX = 120  # characters; at two bytes each the name still fits into 255
 POOL_MIN = 16 << 20  # bytes; four runs of staging, fewer than two writers need
 
 # What the kernel or libfuse does for us.
@@ -124,7 +125,8 @@ def check_directory(directory: str) -> None:
 
 def log_path(target: str) -> Path:
     """Return where the daemon of a target logs: one file a target, in the state directory."""
-    name = os.path.realpath(target).strip("/").replace("/", "-") + ".log"
+    path = target if target.startswith(mkfs.MEMORY) else os.path.realpath(target)
+    name = path.strip("/").replace("/", "-")[-LOG_NAME_MAX:] + ".log"
     if os.geteuid() == 0:
         return Path("/var/log/retainzfs", name)
     state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state"

@@ -263,6 +263,7 @@ class Namespace:
             extents[at - 1] = last._replace(blocks=last.blocks + extent.blocks)
         else:
             extents.insert(at, extent)
+        inode.blocks += extent.blocks
         self._gain(inode, extent.run, extent.blocks)
 
     def drop(self, inode: Inode, start: int, end: int, *, keep: bool = False) -> None:
@@ -282,6 +283,7 @@ class Namespace:
             dropped.append(extent.part(max(start, extent.block), min(end, extent.end)))
             j += 1
         extents[i:j] = remains
+        inode.blocks -= sum(extent.blocks for extent in dropped)
         for extent in dropped:
             kept = list(inode.dirty.outside(extent)) if keep else []
             inode.shadow += kept
@@ -308,7 +310,8 @@ class Namespace:
         for extent in failed:
             self.drop(inode, extent.block, extent.end)
         inode.shadow = rest
-        for extent in known:  # they are counted already
+        inode.blocks += wanted
+        for extent in known:  # their runs count them already
             inode.extents.insert(inode.find(extent.block), extent)
         return True
 

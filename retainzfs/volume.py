@@ -45,6 +45,7 @@ __all__ = [
 
 FILE_SIZE_MAX = 1 << 60  # block numbers stay far from 64 bits
 WRITE_SLACK = 2 * BLOCK  # a write touches at most a partial block at either end
+CAPABILITY = b"security.capability"
 TIME_NS_MIN, TIME_NS_MAX = -(1 << 63), (1 << 63) - 1  # years 1677 to 2262, as the record holds
 TRACKER_READ = hints.markers.TRACKER_LENGTH_MAX + 1  # bytes of a tracker file that are looked at
 PROMISE_SLACK = (
@@ -148,7 +149,7 @@ class Volume(Names):
         lock = await self._lock_with_room(inode, len(view) + WRITE_SLACK)
         try:
             inode.mtime_ns = inode.ctime_ns = self.options.wall_ns()
-            if inode.mode & (stat.S_ISUID | stat.S_ISGID):
+            if inode.mode & (stat.S_ISUID | stat.S_ISGID) or inode.xattrs:
                 self._drop_privileges(inode)
             self._change(inode)
             await self.stream.write(inode, offset, view, self.lane(inode))
@@ -181,10 +182,13 @@ class Volume(Names):
             self.committer.log(*records)
 
     def _drop_privileges(self, inode: Inode) -> None:
-        """A write takes set-user-ID and set-group-ID bits away; under direct I/O that is ours."""
+        """A write takes set-user-ID and set-group-ID bits and file capabilities away; past the
+        page cache that is ours to do."""
         inode.mode &= ~stat.S_ISUID
         if inode.mode & stat.S_IXGRP:
             inode.mode &= ~stat.S_ISGID
+        if CAPABILITY in (inode.xattrs or {}):
+            self.committer.log(layout.XattrRemovedRecord(inode.ino, CAPABILITY))
 
     async def flush(self, ino: int, *, wrote: bool = True) -> None:
         """A descriptor was closed: durable where the class says so, and perhaps the end of a save.

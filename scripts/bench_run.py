@@ -362,22 +362,28 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return args
 
 
-def report(rows: list[Row]) -> str:
-    """Return the figures as JSON."""
-    figures = [{**asdict(row), "met": row.met} for row in rows]
-    machine = {"cpus": os.cpu_count(), "kernel": platform.release()}
-    return json.dumps({"machine": machine, "figures": figures}, indent=2) + "\n"
+def describe() -> dict[str, str | int | float | None]:
+    """Return what the figures depend on beside the code: other load spoils them."""
+    return {
+        "cpus": os.cpu_count(),
+        "kernel": platform.release(),
+        "load_1min": round(os.getloadavg()[0], 2),
+    }
 
 
 def main(arguments: list[str]) -> int:
     """Run the chosen measures."""
     args = parse(arguments)
     rows: list[Row] = []
+    machine = describe()
+    print(", ".join(f"{key} {value}" for key, value in machine.items()))
     for name in args.measures or MEASURES:
         with tempfile.TemporaryDirectory(prefix="retainzfs-bench.", dir=args.dir) as work:
             MEASURES[name](Bench(Path(work), args.mib * MIB, args.repetitions, rows))
     if args.json:
-        Path(args.json).write_text(report(rows))
+        figures = [{**asdict(row), "met": row.met} for row in rows]
+        text = json.dumps({"machine": machine, "figures": figures}, indent=2)
+        Path(args.json).write_text(f"{text}\n")
     return int(any(row.met is False for row in rows))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import random
@@ -231,6 +232,37 @@ def test_a_mistake_stops_the_mount_for_good(fresh: Live) -> None:
     fresh.mount()
     assert (fresh.path / "synced").read_bytes() == b"content"
     assert os.readlink(fresh.path / "link") == "target"
+
+
+BROKEN_COMMITTER = """
+from retainzfs.committer import Committer
+async def commit(self, *arguments):
+    raise AssertionError("a mistake in the background")
+Committer._commit = commit
+"""
+
+
+def test_a_mistake_in_the_background_stops_the_mount_too(fresh: Live) -> None:
+    fresh.expected = ["stopped by a mistake", "Traceback"]
+    fresh.mount(patch=BROKEN_COMMITTER)
+    daemon = os.pidfd_open(fresh.pid)
+    with pytest.raises(OSError, match=r"not connected|connection abort"):
+        _write_and_sync(fresh.path / "file")
+    unmounting.wait(daemon, PATIENCE_S)
+    os.close(daemon)
+    with pytest.raises(OSError, match="not connected"):
+        (fresh.path / "new").touch()
+    assert "a mistake in the background" in fresh.log.read_text()
+
+
+def _write_and_sync(path: Path) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT)
+    try:
+        os.write(fd, b"content")
+        os.fsync(fd)
+    finally:
+        with contextlib.suppress(OSError):
+            os.close(fd)
 
 
 FAILING_DEVICE = """

@@ -228,6 +228,8 @@ def test_logs_have_a_name_for_each_target(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     path = mounting.log_path("/data/ckpt.img")
     assert path == tmp_path / "retainzfs" / "data-ckpt.img.log"
+    assert mounting.log_path("mem:64M").name == "mem:64M.log"
+    assert len(mounting.log_path("/deep" * 100).name) < 255
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     assert mounting.log_path("/dev/nvme0n1") == Path("/var/log/retainzfs/dev-nvme0n1.log")
 
