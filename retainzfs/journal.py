@@ -176,6 +176,7 @@ class Journal:
 
     async def _write(self, data: bytes) -> None:
         zone = self.chain[self.position]
+        await self.device.ready(zone)
         await self.device.append(zone, self.write_pointer, aligned(data))
         self.write_pointer += len(data)
         self.appended += len(data)

@@ -25,10 +25,14 @@ from retainzfs.zones import Kind, Zone, ZoneTable
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+    from retainzfs.namespace import Run
     from retainzfs.stream import OpenRun
 
 
 DATA_KINDS = tuple(k for k in Kind if k not in (Kind.METADATA, Kind.COLLECTION))
+
+
+IN_FLIGHT = 2  # appends of a lane: while one is written the next waits in the device's queue
 
 
 class Hint(NamedTuple):
@@ -43,17 +47,9 @@ class Lane:
     """`key` is a generation (> 0) or a kind of data without one (-kind)."""
 
     __slots__ = (
-        "closed",
-        "copies",
-        "key",
-        "kind",
-        "open",
-        "placed",
-        "queue",
-        "steps",
-        "working",
-        "zone",
-    )
+        "closed", "copies", "key", "kind", "open", "placed", "queue", "redo", "room", "steps",
+        "working", "zone",
+    )  # fmt: skip
 
     def __init__(self, key: int, kind: Kind, *, copies: bool = False) -> None:
         self.key = key
@@ -61,6 +57,8 @@ class Lane:
         self.copies = copies  # collection's, may take the emergency zone
         self.open: OpenRun | None = None  # shared by the lane's small files
         self.queue: deque[OpenRun] = deque()
+        self.redo: deque[tuple[OpenRun, Run]] = deque()  # runs whose append failed
+        self.room = trio.Semaphore(IN_FLIGHT)  # appends submitted and not ended
         self.working = False
         self.zone: int | None = None  # the zone being filled
         self.steps: deque[placement.Step] = deque()
@@ -142,7 +140,7 @@ class Lanes:
 
     def drop_idle(self, lane: Lane) -> None:
         """Forget a closed lane that has nothing more to write."""
-        idle = lane.open is None and not lane.queue and not lane.working
+        idle = lane.open is None and not (lane.queue or lane.redo or lane.working)
         if lane.closed and idle and self.lanes.get(lane.key) is lane:
             del self.lanes[lane.key]
 
@@ -305,7 +303,7 @@ class Lanes:
 
     @asynccontextmanager
     async def turn(self, zone: Zone) -> AsyncIterator[None]:
-        """One write in flight a zone, in the order of the promises.
+        """Appends are submitted in the order of the promises.
 
         The lock is first come, first served, and nothing is awaited between promise and turn.
         """

@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
+from collections.abc import Awaitable
 
 import trio
 
 from retainzfs import errors, layout
 from retainzfs._zio import Slot
-from retainzfs.device import Condition, Device
+from retainzfs.device import Condition, Device, Sums
 from retainzfs.lanes import Lane, Lanes, Place
 from retainzfs.layout import BLOCK, INLINE_DATA_MAX, INLINE_SUMS_MAX, RUN_BLOCKS_MAX
 from retainzfs.namespace import Extent, Inode, Namespace, Run
@@ -38,7 +39,7 @@ ATTEMPTS = 3  # zones that are tried before a write counts as failed
 class OpenRun:
     """A run that still takes blocks."""
 
-    __slots__ = ("kind", "lane", "rest", "run", "slot")
+    __slots__ = ("attempts", "kind", "lane", "parts", "run", "slot", "waiting")
 
     def __init__(self, lane: Lane, kind: Kind, slot: memoryview) -> None:
         self.lane = lane
@@ -46,7 +47,10 @@ class OpenRun:
         self.slot = slot
         self.run = Run(-1, 0, 0, 0, b"")
         self.run.buffer = slot
-        self.rest: Run | None = None  # what was cut off, while the first part is appended
+        # After the seal; zone ends may cut it into parts.
+        self.waiting: list[Run] = [self.run]  # parts without a place
+        self.parts = 1  # not yet on the device
+        self.attempts = 0  # appends of its parts that failed
 
     @property
     def room(self) -> int:
@@ -99,9 +103,9 @@ class Stream:
         """Return the bytes, by kind of zone, that have no place on the device yet."""
         staged: dict[Kind, int] = {}
         for opened in (*self._open.values(), *self._sealed):
-            for run in (opened.run, opened.rest):
-                if run is not None and run.zone < 0:
-                    staged[opened.kind] = staged.get(opened.kind, 0) + run.held * BLOCK
+            held = sum(run.held for run in opened.waiting)
+            if held:
+                staged[opened.kind] = staged.get(opened.kind, 0) + held * BLOCK
         return staged
 
     # Writing; the caller holds the inode's lock
@@ -238,6 +242,7 @@ class Stream:
     async def _room(self, inode: Inode, lane: Lane, nbytes: int) -> OpenRun:
         """Return an open run with room: the file's own, or the one its lane shares."""
         stage = self.stage(inode)
+        large = stage.open is not None  # one that has had a run of its own gets another
         if stage.open is not None and not stage.open.room:
             self.seal(stage.open)
         if stage.open is not None and stage.open.lane is not lane:
@@ -245,7 +250,7 @@ class Stream:
         if stage.open is not None:
             self._open.move_to_end(id(stage.open.run))
             return stage.open
-        if stage.shared + nbytes > SHARED_MAX:
+        if large or stage.shared + nbytes > SHARED_MAX:
             opened = await self._new(lane)
             stage.open = opened
             return opened
@@ -300,6 +305,9 @@ class Stream:
         lane = opened.lane
         self._sealed.append(opened)
         lane.queue.append(opened)
+        self._start(lane)
+
+    def _start(self, lane: Lane) -> None:
         if not lane.working:
             lane.working = True
             self.nursery.start_soon(self._work, lane)
@@ -310,55 +318,93 @@ class Stream:
             self.seal(opened)
 
     async def _work(self, lane: Lane) -> None:
-        """Append the lane's sealed runs in order."""
-        try:
-            while lane.queue:
+        """Submit the lane's sealed runs in order, a few ahead of the device."""
+        while lane.redo or lane.queue:
+            rest: Run | None
+            if lane.redo:
+                opened, rest = lane.redo.popleft()
+            else:
                 opened = lane.queue.popleft()
-                rest: Run | None = opened.run
-                while rest is not None:
-                    opened.run, opened.rest = rest, None
-                    rest = await self._place(rest, opened)
-                self._sealed.remove(opened)
-                self._release(opened)
-        finally:
-            lane.working = False
+                rest = opened.run
+            while rest is not None:
+                await lane.room.acquire()
+                rest = await self._submit(rest, opened)
+        lane.working = False
         self.lanes.drop_idle(lane)
 
-    async def _place(self, run: Run, opened: OpenRun) -> Run | None:
-        """Append the run, or as much as the zone takes; return what is left of it."""
-        lane = opened.lane
-        error: errors.RetainzError | None = None
-        for _ in range(ATTEMPTS):
-            try:
-                place = await self.lanes.claim(lane, run.length)
-            except errors.RetainzError as no_space:
-                error = no_space
-                break
-            rest = self._split(run, place.blocks) if place.blocks < run.length else None
-            opened.rest = rest
-            self._assign(run, place)
-            try:
-                await self._append(run, place)
-            except errors.RetainzError as failure:
-                error = failure
-                self.write_errors += 1
-                lane.zone = None
-                self._distrust(run, place)
-                if rest is not None:
-                    self._join(run, rest)
-                    opened.rest = None
-                continue
-            self._finished(run)
-            return rest
-        assert error is not None, "an append that was given up had a reason"
+    async def _submit(self, run: Run, opened: OpenRun) -> Run | None:
+        """Submit the run, or as much as the zone takes; return what is left of it."""
+        try:
+            place = await self.lanes.claim(opened.lane, run.length)
+        except errors.RetainzError as no_space:
+            self._give_up(run, opened, no_space)
+            return None
+        rest = self._split(run, place.blocks) if place.blocks < run.length else None
+        if rest is not None:
+            opened.waiting.append(rest)
+            opened.parts += 1
+        opened.waiting.remove(run)
+        self._assign(run, place)
+        zone = place.zone
+        try:
+            async with self.lanes.turn(zone):
+                await self.lanes.opened(zone)
+                await self.device.ready(zone.index)
+                assert run.buffer is not None, "a run keeps its bytes until they are on the device"
+                at = place.start * BLOCK
+                append = self.device.append(zone.index, at, run.buffer, self._header(run))
+        except errors.RetainzError as failure:
+            self._again(run, place, opened, failure)
+        else:
+            self.nursery.start_soon(self._complete, run, place, opened, append)
+        return rest
+
+    async def _complete(
+        self, run: Run, place: Place, opened: OpenRun, append: Awaitable[Sums]
+    ) -> None:
+        try:
+            sums = await append
+        except errors.RetainzError as failure:
+            self._again(run, place, opened, failure)
+            return
+        self.lanes.table.written(place.zone, run.blocks * BLOCK)
+        self.written += run.blocks * BLOCK
+        if run.length > INLINE_SUMS_MAX:
+            run.sums = sums.trailer.to_bytes(4, "little")
+            self.reader.remember((run.zone, run.epoch, run.start), sums.blocks)
+        else:
+            run.sums = sums.blocks
+        self.lanes.changed()
+        self._finished(run, opened)
+
+    def _again(self, run: Run, place: Place, opened: OpenRun, failure: errors.RetainzError) -> None:
+        """An append failed: its bytes are still here, and go to another zone."""
+        self.write_errors += 1
+        opened.attempts += 1
+        opened.lane.zone = None
+        self._distrust(run, place)
+        opened.waiting.append(run)
+        if opened.attempts >= ATTEMPTS * opened.parts:
+            self._give_up(run, opened, failure)
+            return
+        opened.lane.room.release()
+        opened.lane.redo.append((opened, run))
+        self._start(opened.lane)
+
+    def _give_up(self, run: Run, opened: OpenRun, error: errors.RetainzError) -> None:
+        opened.waiting.remove(run)
         run.failed = True
         for ino in list(run.owners):
             inode = self.namespace.inodes[ino]
             # A copy that found no place is given up: the original is still there.
-            if not (lane.copies and self.namespace.revert(inode, run)):
+            if not (opened.lane.copies and self.namespace.revert(inode, run)):
                 inode.error = error
-        self._finished(run)
-        return None
+        self._finished(run, opened)
+
+    def _header(self, run: Run) -> bytes:
+        if run.length <= INLINE_SUMS_MAX:
+            return b""
+        return layout.trailer_header(run.length, next(iter(run.owners), 0), 0, self.uuid)
 
     def _assign(self, run: Run, place: Place) -> None:
         run.zone, run.epoch, run.start = place.zone.index, place.zone.epoch, place.start
@@ -367,25 +413,6 @@ class Stream:
         for ino, count in run.owners.items():
             generation = self.namespace.inodes[ino].generation
             self.lanes.table.add_live(place.zone, generation, count * BLOCK)
-
-    async def _append(self, run: Run, place: Place) -> None:
-        zone = place.zone
-        assert run.buffer is not None, "a run keeps its bytes until they are on the device"
-        header = b""
-        if run.length > INLINE_SUMS_MAX:
-            ino = next(iter(run.owners), 0)
-            header = layout.trailer_header(run.length, ino, 0, self.uuid)
-        async with self.lanes.turn(zone):
-            await self.lanes.opened(zone)
-            sums = await self.device.append(zone.index, place.start * BLOCK, run.buffer, header)
-            self.lanes.table.written(zone, run.blocks * BLOCK)
-        self.lanes.changed()
-        self.written += run.blocks * BLOCK
-        if header:
-            run.sums = sums.trailer.to_bytes(4, "little")
-            self.reader.remember((run.zone, run.epoch, run.start), sums.blocks)
-        else:
-            run.sums = sums.blocks
 
     def _distrust(self, run: Run, place: Place) -> None:
         """A write failed: take the bytes out of the zone and write no more to it."""
@@ -398,10 +425,10 @@ class Stream:
         table.cancel(zone, run.blocks * BLOCK)
         if zone.active and not zone.sealed:
             table.seal(zone)
-            self.nursery.start_soon(self._give_up, zone)
+            self.nursery.start_soon(self._abandon, zone)
         self.lanes.changed()
 
-    async def _give_up(self, zone: Zone) -> None:
+    async def _abandon(self, zone: Zone) -> None:
         """Finish a zone that refused a write, or take over what the device says of it."""
         try:
             await self.lanes.finish(zone)
@@ -412,8 +439,13 @@ class Stream:
             self.lanes.table.observe(zone, state, zone.write_pointer)
         self.lanes.changed()
 
-    def _finished(self, run: Run) -> None:
+    def _finished(self, run: Run, opened: OpenRun) -> None:
         run.buffer = None
+        opened.lane.room.release()
+        opened.parts -= 1
+        if not opened.parts:
+            self._sealed.remove(opened)
+            self._release(opened)
         self._wake(run)
 
     def _wake(self, run: Run) -> None:
@@ -442,26 +474,6 @@ class Stream:
         run.length = blocks
         self._repoint(run, rest, blocks)
         return rest
-
-    def _join(self, run: Run, rest: Run) -> None:
-        """Undo a cut whose first part found no place."""
-        assert run.buffer is not None, "only staged runs are joined"
-        assert rest.buffer is not None, "only staged runs are joined"
-        whole = Slot((run.length + rest.length) * BLOCK)
-        view = memoryview(whole)
-        view[: run.length * BLOCK] = run.buffer
-        view[run.length * BLOCK :] = rest.buffer
-        run.buffer = view
-        for ino in rest.owners:
-            inode = self.namespace.inodes[ino]
-            inode.extents = [
-                e._replace(run=run, first=e.first + run.length) if e.run is rest else e
-                for e in inode.extents
-            ]
-            run.owners[ino] = run.owners.get(ino, 0) + rest.owners[ino]
-        run.held += rest.held
-        run.length += rest.length
-        self._wake(rest)
 
     def _compact(self, run: Run) -> None:
         """Squeeze out the blocks that no extent holds any more; they are not worth writing."""

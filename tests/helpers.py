@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, TypeVar
 
@@ -99,14 +99,18 @@ class FaultyDevice(MemoryDevice):
         self.gate: trio.Event | None = None
         self.waiting = trio.Event()
 
-    async def append(self, zone: int, offset: int, data: memoryview, header: bytes = b"") -> Sums:
+    async def ready(self, zone: int) -> None:
         if zone >= METADATA_ZONES_MIN and self.gate is not None:
             gate, self.gate = self.gate, None
             self.waiting.set()
             await gate.wait()
+
+    def append(
+        self, zone: int, offset: int, data: memoryview, header: bytes = b""
+    ) -> Awaitable[Sums]:
         if zone in self.bad:
             raise DeviceError(self.name, f"write to zone {zone}", "Input/output error")
-        return await super().append(zone, offset, data, header)
+        return super().append(zone, offset, data, header)
 
     async def flush(self) -> None:
         if self.broken:
@@ -147,9 +151,11 @@ class CrashingDevice(MemoryDevice):
             raise PowerCut
         self._touched.update(zones)
 
-    async def append(self, zone: int, offset: int, data: memoryview, header: bytes = b"") -> Sums:
+    def append(
+        self, zone: int, offset: int, data: memoryview, header: bytes = b""
+    ) -> Awaitable[Sums]:
         self._step(zone)
-        return await super().append(zone, offset, data, header)
+        return super().append(zone, offset, data, header)
 
     async def flush(self) -> None:
         self._step()

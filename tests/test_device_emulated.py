@@ -186,7 +186,7 @@ async def test_reset_gives_space_back_after_the_flush(image: Path) -> None:
 
 
 async def test_space_given_back_is_never_new_data(device: EmulatedDevice) -> None:
-    """Appends that come while the zones are being discarded wait for that."""
+    """Who appends while the zones are being discarded waits for that."""
     for _ in range(5):
         data = {zone: random_blocks(BLOCKS) for zone in range(GEOMETRY.max_active)}
         for zone, blocks in data.items():
@@ -194,9 +194,14 @@ async def test_space_given_back_is_never_new_data(device: EmulatedDevice) -> Non
         await device.flush()
         await device.reset(list(data))
         await device.flush()
+
+        async def rewrite(zone: int, blocks: memoryview) -> None:
+            await device.ready(zone)
+            await device.append(zone, 0, blocks)
+
         async with trio.open_nursery() as nursery:
             for zone, blocks in data.items():
-                nursery.start_soon(device.append, zone, 0, blocks[: 2 * BLOCK])
+                nursery.start_soon(rewrite, zone, blocks[: 2 * BLOCK])
         for zone, blocks in data.items():
             found = await device.read(zone, 0, 2 * BLOCK)
             assert bytes(found) == bytes(blocks[: 2 * BLOCK])

@@ -31,8 +31,6 @@ def append(rules: ZoneRules, zone: int, blocks: int = 1) -> None:
 @pytest.mark.parametrize(
     "command",
     [
-        lambda rules: rules.begin_append(0, 0, BLOCK),
-        lambda rules: rules.begin_append(0, BLOCK, BLOCK),
         lambda rules: rules.reset([1, 0]),
         lambda rules: rules.finish(0),
         lambda rules: rules.open_zone(0),
@@ -49,6 +47,30 @@ def test_nothing_else_happens_to_a_zone_while_an_append_runs(
         command(rules)
     assert rules.report() == before
     rules.end_append(0)
+    assert rules.report()[0].write_pointer == BLOCK
+
+
+def test_appends_of_a_zone_queue_up_and_end_in_order(rules: ZoneRules) -> None:
+    rules.begin_append(0, 0, BLOCK)
+    with pytest.raises(ZoneRuleError, match="the write pointer is 4096"):
+        rules.begin_append(0, 0, BLOCK)
+    rules.begin_append(0, BLOCK, 2 * BLOCK)
+    rules.end_append(0)
+    assert rules.report()[0].write_pointer == BLOCK
+    rules.end_append(0)
+    assert rules.report()[0].write_pointer == 3 * BLOCK
+
+
+def test_what_is_queued_behind_a_failed_append_is_lost(rules: ZoneRules) -> None:
+    rules.begin_append(0, 0, BLOCK)
+    behind = rules.begin_append(0, BLOCK, BLOCK)
+    rules.fail_append(0)
+    assert behind.lost
+    with pytest.raises(ZoneRuleError, match="behind one that failed"):
+        rules.begin_append(0, 0, BLOCK)
+    rules.fail_append(0)
+    assert rules.report()[0].write_pointer == 0
+    append(rules, 0)
     assert rules.report()[0].write_pointer == BLOCK
 
 

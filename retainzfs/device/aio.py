@@ -12,7 +12,7 @@ import trio
 from retainzfs._zio import Engine, Slot
 from retainzfs.device.protocol import Sums
 
-WRITERS = 8  # one write in flight a zone, and at most 8 zones open by default
+WRITERS = 4  # threads that append; a zone has always the same, which keeps its order
 READERS = 4
 
 Result = tuple[int, bytes, int]  # errno or 0, sums, trailer's sum or first bad block
@@ -29,21 +29,57 @@ async def _result() -> Result:
     return result
 
 
+class Ticket:
+    """The result of an append that was submitted."""
+
+    __slots__ = ("_result", "_task")
+
+    def __init__(self) -> None:
+        self._result: Result | None = None
+        self._task: trio.lowlevel.Task | None = None
+
+    def set(self, result: Result) -> None:
+        self._result = result
+        if self._task is not None:
+            trio.lowlevel.reschedule(self._task)
+
+    async def sums(self) -> Sums:
+        if self._result is None:
+            self._task = trio.lowlevel.current_task()
+            await trio.lowlevel.wait_task_rescheduled(_refuse)
+        assert self._result is not None, "a task is woken by its result"
+        error, sums, trailer = self._result
+        _check(error)
+        return Sums(sums, trailer)
+
+
 class AsyncEngine:
     """I/O on file descriptors; every method raises OSError with the host's errno."""
 
     def __init__(self, writers: int = WRITERS, readers: int = READERS) -> None:
-        self._engine = Engine(writers, readers)
-        self._scope = trio.CancelScope()
+        # An engine of one thread is a queue: what it is given runs in order.
+        self._queues = [Engine(1, 1) for _ in range(writers)]
+        self._engine = Engine(1, readers)  # flushes and reads, which wait for no append
+        self._scopes: list[trio.CancelScope] = []
         self._stopped = trio.Event()
+        self._running = 0
         self._idle = trio.Event()
-        trio.lowlevel.spawn_system_task(self._deliver)
+        for engine in self._engines():
+            self._running += 1
+            self._scopes.append(trio.CancelScope())
+            trio.lowlevel.spawn_system_task(self._deliver, engine, self._scopes[-1])
 
-    async def append(self, fd: int, offset: int, data: Memory, header: bytes = b"") -> Sums:
-        self._engine.submit_append(trio.lowlevel.current_task(), fd, offset, data, header)
-        error, sums, trailer = await _result()
-        _check(error)
-        return Sums(sums, trailer)
+    def _engines(self) -> list[Engine]:
+        return [*self._queues, self._engine]
+
+    def append(
+        self, fd: int, offset: int, data: Memory, header: bytes = b"", zone: int = 0
+    ) -> Ticket:
+        """Submit an append; those of one zone run in the order of the calls."""
+        ticket = Ticket()
+        queue = self._queues[zone % len(self._queues)]
+        queue.submit_append(ticket, fd, offset, data, header)
+        return ticket
 
     async def flush(self, fd: int) -> None:
         self._engine.submit_flush(trio.lowlevel.current_task(), fd)
@@ -65,33 +101,39 @@ class AsyncEngine:
     async def aclose(self) -> None:
         """Wait for everything submitted, stop the threads."""
         with trio.CancelScope(shield=True):
-            while self._engine.pending:
+            while any(engine.pending for engine in self._engines()):
                 self._idle = trio.Event()
                 await self._idle.wait()
-            self._scope.cancel()
+            for scope in self._scopes:
+                scope.cancel()
             await self._stopped.wait()
-        self._engine.close()
+        self.close()
 
     def close(self) -> None:
         """Stop the threads after the trio run has ended; nobody waits for results any more."""
-        self._engine.close()
+        for engine in self._engines():
+            engine.close()
 
-    async def _deliver(self) -> None:
+    async def _deliver(self, engine: Engine, scope: trio.CancelScope) -> None:
         try:
-            with self._scope:
+            with scope:
                 while True:
-                    await trio.lowlevel.wait_readable(self._engine.fileno())
-                    self._dispatch()
+                    await trio.lowlevel.wait_readable(engine.fileno())
+                    self._dispatch(engine)
         finally:
-            self._stopped.set()
+            self._running -= 1
+            if not self._running:
+                self._stopped.set()
 
-    def _dispatch(self) -> None:
-        for token, *result in self._engine.completions():
-            if isinstance(token, trio.lowlevel.Task):
-                trio.lowlevel.reschedule(token, outcome.Value(tuple(result)))
+    def _dispatch(self, engine: Engine) -> None:
+        for token, error, sums, value in engine.completions():
+            if isinstance(token, Ticket):
+                token.set((error, sums, value))
+            elif isinstance(token, trio.lowlevel.Task):
+                trio.lowlevel.reschedule(token, outcome.Value((error, sums, value)))
             else:
-                token(result[0])
-        if not self._engine.pending:
+                token(error)
+        if not engine.pending:
             self._idle.set()
 
 

@@ -15,13 +15,13 @@ import logging
 import os
 import stat
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from functools import partial
 
 import trio
 
 from retainzfs._zio import Slot
-from retainzfs.device.aio import AsyncEngine
+from retainzfs.device.aio import AsyncEngine, Ticket
 from retainzfs.device.head import (
     PREALLOCATED,
     STATES,
@@ -34,8 +34,8 @@ from retainzfs.device.head import (
     has_magic,
 )
 from retainzfs.device.protocol import BLOCK, Condition, Sums, ZoneReport, device_error
-from retainzfs.device.rules import ZoneRules, ZoneState, check_append
-from retainzfs.errors import ChecksumError, Damaged, ForeignTarget, NewerFormat
+from retainzfs.device.rules import Pending, ZoneRules, ZoneState, check_append, refused
+from retainzfs.errors import ChecksumError, Damaged, ForeignTarget, NewerFormat, RetainzError
 
 log = logging.getLogger(__name__)
 
@@ -93,14 +93,29 @@ class EmulatedDevice:
 
     # --- data -----------------------------------------------------------------------------------
 
-    async def append(self, zone: int, offset: int, data: memoryview, header: bytes = b"") -> Sums:
-        io = self._writing("append")
-        length = check_append(self.name, zone, data, header)
+    async def ready(self, zone: int) -> None:
         if self._discarding is not None and self._discarding[0] == zone:
             await self._discarding[1].wait()
-        self.rules.begin_append(zone, offset, length)
+
+    def append(
+        self, zone: int, offset: int, data: memoryview, header: bytes = b""
+    ) -> Awaitable[Sums]:
         try:
-            sums = await io.append(self._fd, self._address(zone, offset), data, header)
+            io = self._writing("append")
+            length = check_append(self.name, zone, data, header)
+            pending = self.rules.begin_append(zone, offset, length)
+        except RetainzError as error:
+            return refused(error)
+        discarding = self._discarding is not None and self._discarding[0] == zone
+        assert not discarding, f"append to zone {zone}, which was not ready"
+        ticket = io.append(self._fd, self._address(zone, offset), data, header, zone)
+        return self._appended(zone, pending, length, ticket)
+
+    async def _appended(self, zone: int, pending: Pending, length: int, ticket: Ticket) -> Sums:
+        try:
+            sums = await ticket.sums()
+            if pending.lost:
+                raise OSError(errno.EIO, "an append before it in the zone failed")
         except OSError as error:
             self.rules.fail_append(zone)
             raise device_error(self.name, f"append to zone {zone}", error) from error
@@ -168,7 +183,7 @@ class EmulatedDevice:
         if not pages:
             return  # every append changes a pointer: there is no data either
         for _, page in sorted(pages.items()):
-            await io.append(self._fd, page.next_offset, page.seal())
+            await io.append(self._fd, page.next_offset, page.seal()).sums()
         await io.flush(self._fd)
         for page in pages.values():
             page.written()

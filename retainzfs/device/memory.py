@@ -3,12 +3,24 @@
 Closing and starting the same object again is a power cycle without loss: open zones are closed.
 """
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Generator, Sequence
+from typing import Any
 
 from retainzfs._zio import crc32c, crc32c_blocks
 from retainzfs.device.protocol import BLOCK, Geometry, Sums, ZoneReport
-from retainzfs.device.rules import ZoneRules, check_append, first_bad_block
-from retainzfs.errors import ChecksumError
+from retainzfs.device.rules import ZoneRules, check_append, first_bad_block, refused
+from retainzfs.errors import ChecksumError, RetainzError
+
+
+class _Done:
+    """What can be awaited and is there already."""
+
+    def __init__(self, sums: Sums) -> None:
+        self._sums = sums
+
+    def __await__(self) -> Generator[Any, Any, Sums]:
+        return self._sums
+        yield  # makes this a generator, as the protocol of await wants
 
 
 class MemoryDevice:
@@ -35,9 +47,17 @@ class MemoryDevice:
     def report(self) -> list[ZoneReport]:
         return self.rules.report()
 
-    async def append(self, zone: int, offset: int, data: memoryview, header: bytes = b"") -> Sums:
-        length = check_append(self.name, zone, data, header)
-        self.rules.begin_append(zone, offset, length)
+    async def ready(self, zone: int) -> None:
+        """Nothing is left to do after a reset."""
+
+    def append(
+        self, zone: int, offset: int, data: memoryview, header: bytes = b""
+    ) -> Awaitable[Sums]:
+        try:
+            length = check_append(self.name, zone, data, header)
+            self.rules.begin_append(zone, offset, length)
+        except RetainzError as error:
+            return refused(error)
         written = self._zones.setdefault(zone, bytearray())
         # Anything above the pointer is what an earlier, failed append left.
         del written[offset:]
@@ -50,7 +70,7 @@ class MemoryDevice:
             written += block
         self.rules.end_append(zone)
         self._statistics["appended_bytes"] += length
-        return Sums(sums, trailer)
+        return _Done(Sums(sums, trailer))
 
     async def read(self, zone: int, offset: int, length: int, sums: bytes = b"") -> memoryview:
         self.rules.check_read(zone, offset, length)

@@ -3,7 +3,7 @@
 import enum
 import errno
 import os
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -66,7 +66,7 @@ class Sums(NamedTuple):
 
 
 class Device(Protocol):
-    """A zoned device. Appends to one zone are issued one at a time; all else may run together."""
+    """A zoned device. Appends to a zone run in the order of their calls, all else at once."""
 
     @property
     def name(self) -> str:
@@ -86,12 +86,19 @@ class Device(Protocol):
 
     def report(self) -> list[ZoneReport]: ...
 
-    async def append(self, zone: int, offset: int, data: memoryview, header: bytes = b"") -> Sums:
+    async def ready(self, zone: int) -> None:
+        """Return when the zone takes appends: what a reset left to do for it is done."""
+
+    def append(
+        self, zone: int, offset: int, data: memoryview, header: bytes = b""
+    ) -> Awaitable[Sums]:
         """Write `data` (whole blocks, in memory aligned to 4096) at the write pointer `offset`.
 
         With a `header` (32 bytes) one trailer block follows in the same write: header, crc32c of
-        every block, zeros. The data must not change before the call returns, which it does only
-        after the write, cancelled or not.
+        every block, zeros. The call admits the append, behind those that run in the zone, and
+        returns at once; awaiting its value waits for the write and raises its errors. The data
+        must not change before.
+        The device runs the appends of a zone one at a time, and when one fails those behind it do.
 
         Errors: ZoneRuleError (nothing changed), DeviceError with the host's errno (the pointer
         stays; report the zone again before using it).

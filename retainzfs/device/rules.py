@@ -20,9 +20,10 @@ from retainzfs.device.protocol import (
     TRAILER_BLOCKS,
     Condition,
     Geometry,
+    Sums,
     ZoneReport,
 )
-from retainzfs.errors import ZoneRuleError
+from retainzfs.errors import RetainzError, ZoneRuleError
 
 WRITABLE = ACTIVE | {Condition.EMPTY}
 
@@ -36,6 +37,16 @@ class ZoneState:
     resets: int = 0
 
 
+class Pending:
+    """An append that was admitted and has not ended."""
+
+    __slots__ = ("length", "lost")
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.lost = False  # one before it in the zone failed, so its place is gone
+
+
 class ZoneRules:
     """Zone states under the rules. `changed` collects the zones whose state differs since it was
     last emptied by its reader."""
@@ -47,7 +58,7 @@ class ZoneRules:
         self.geometry = geometry
         self.states = list(states or (ZoneState() for _ in range(geometry.zone_count)))
         self.changed: set[int] = set()
-        self._pending: dict[int, int] = {}  # zone -> bytes of the append that runs
+        self._pending: dict[int, list[Pending]] = {}  # zone -> appends that run, in order
         self._implicit: dict[int, None] = {}  # implicitly open zones, least recently written first
         self._explicit: set[int] = set()
         self._closed: set[int] = set()
@@ -81,18 +92,19 @@ class ZoneRules:
 
     # An append is two steps, because its I/O lies between them.
 
-    def begin_append(self, zone: int, offset: int, length: int) -> None:
-        """Admit `length` bytes at `offset`; the zone is opened."""
+    def begin_append(self, zone: int, offset: int, length: int) -> Pending:
+        """Admit `length` bytes at `offset`, behind the appends that run; the zone is opened."""
         state = self._state(zone)
+        running = self._pending.get(zone, [])
+        pointer = state.pointer + sum(pending.length for pending in running)
         if state.condition not in WRITABLE:
             raise self._error(zone, f"append to a zone that is {label(state.condition)}")
-        self._refuse_pending(zone, "append")
+        if any(pending.lost for pending in running):
+            raise self._error(zone, "append behind one that failed")
         if length <= 0 or length % BLOCK:
             raise self._error(zone, f"append of {length} bytes, not whole blocks")
-        if offset != state.pointer:
-            raise self._error(
-                zone, f"append at byte {offset}, but the write pointer is {state.pointer}"
-            )
+        if offset != pointer:
+            raise self._error(zone, f"append at byte {offset}, but the write pointer is {pointer}")
         if offset + length > self.geometry.zone_capacity:
             raise self._error(
                 zone,
@@ -102,23 +114,35 @@ class ZoneRules:
         if state.condition != Condition.EXPLICIT_OPEN:
             self._acquire(zone)
             self._set(zone, Condition.IMPLICIT_OPEN)
-        self._pending[zone] = length
+        pending = Pending(length)
+        self._pending.setdefault(zone, []).append(pending)
+        return pending
 
     def end_append(self, zone: int) -> None:
-        """The bytes admitted are on the device: move the pointer."""
+        """The oldest append that runs has its bytes on the device: move the pointer."""
         state = self.states[zone]
-        state.pointer += self._pending.pop(zone)
+        state.pointer += self._ended(zone).length
         self.changed.add(zone)
         assert state.pointer <= self.geometry.zone_capacity, f"zone {zone} is beyond its capacity"
         if state.pointer == self.geometry.zone_capacity and state.condition in ACTIVE:
             self._set(zone, Condition.FULL)
 
     def fail_append(self, zone: int) -> None:
-        """The bytes admitted did not get there: the pointer stays."""
-        del self._pending[zone]
+        """The oldest append that runs did not get there: the pointer stays, and the appends
+        behind it are lost with it."""
+        self._ended(zone)
+        for pending in self._pending.get(zone, []):
+            pending.lost = True
         state = self.states[zone]
         if state.condition == Condition.CLOSED and not state.pointer:
             self._set(zone, Condition.EMPTY)
+
+    def _ended(self, zone: int) -> Pending:
+        running = self._pending[zone]
+        ended = running.pop(0)
+        if not running:
+            del self._pending[zone]
+        return ended
 
     def check_read(self, zone: int, offset: int, length: int) -> None:
         state = self._state(zone)
@@ -237,6 +261,11 @@ def check_append(name: str, zone: int, data: memoryview, header: bytes) -> int:
             name, zone, f"append of {length} bytes; a trailer covers {TRAILER_BLOCKS} blocks"
         )
     return length + (BLOCK if head else 0)
+
+
+async def refused(error: RetainzError) -> Sums:
+    """The value of an append that was not admitted: its caller learns why by awaiting it."""
+    raise error
 
 
 def first_bad_block(found: bytes, expected: bytes) -> int:
