@@ -217,9 +217,12 @@ def test_status(live: Live, room: Path, capsys: pytest.CaptureFixture[str]) -> N
     _saves(room, range(1, 4))
     status = loaded(capsys, "status", room)
     assert status["target"] == str(live.image)
-    assert {"capacity", "used", "free", "dead", "tail", "zones", "write_amplification"} <= set(
-        status
-    )
+    assert set(status) >= {
+        *("capacity", "used", "free", "dead", "tail", "zones", "write_amplification"),
+        *("logical_bytes", "host_bytes", "copied_bytes", "decision_us", "classes", "streams"),
+    }
+    assert set(status["zones"]) >= {"empty", "open", "active", "full", "reset_total"}
+    assert set(status["classes"]) == {"checkpoint", "cache", "scratch", "output"}
     stream = next(s for s in status["streams"] if s["path"] == f"/{room.name}")
     assert stream["newest_committed"] == 3
     everything = loaded(capsys, "status")
@@ -430,6 +433,11 @@ def test_colours_only_add_colours() -> None:
 def test_zones(live: Live, capsys: pytest.CaptureFixture[str]) -> None:
     zones = loaded(capsys, "zones", live.path)
     assert [zone["index"] for zone in zones] == list(range(len(zones)))
+    for zone in zones:
+        assert set(zone) >= {
+            *("index", "condition", "class", "write_pointer", "capacity"),
+            *("live", "dead", "tail", "retire_min", "retire_max"),
+        }
     code, out, err = run(capsys, "zones", live.path)
     assert (code, err) == (0, "")
     assert "\x1b" not in out

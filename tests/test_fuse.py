@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import mmap
 import os
 import random
@@ -344,6 +345,34 @@ def test_a_full_filesystem_says_so_and_lets_one_delete(fresh: Live) -> None:
         path.unlink()
     (fresh.path / "again").write_bytes(block)
     assert (fresh.path / "again").read_bytes() == block
+
+
+def test_locks_hold_between_processes(room: Path) -> None:
+    path = room / "file"
+    path.write_bytes(b"content")
+    code = (
+        "import fcntl, sys\n"
+        "with open(sys.argv[1], 'r+b') as file:\n"
+        "    getattr(fcntl, sys.argv[2])(file, fcntl.LOCK_EX | fcntl.LOCK_NB)\n"
+    )
+    for name, lock in (("flock", fcntl.flock), ("lockf", fcntl.lockf)):
+        with path.open("r+b") as file:
+            lock(file, fcntl.LOCK_EX)
+            assert "BlockingIOError" in run_python(code, str(path), name).stderr
+            lock(file, fcntl.LOCK_UN)
+            assert run_python(code, str(path), name).returncode == 0
+
+
+def test_what_is_not_supported_says_so(room: Path) -> None:
+    with pytest.raises(OSError, match="not supported") as caught:
+        os.open(room, os.O_TMPFILE | os.O_WRONLY)
+    assert caught.value.errno == errno.ENOTSUP
+    path = room / "file"
+    path.write_bytes(b"content")
+    command = ["fallocate", "--length", "1M", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert "not supported" in done.stderr
+    assert path.read_bytes() == b"content"
 
 
 def test_programs_are_told_to_use_large_buffers(room: Path) -> None:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import random
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from retainzfs import fsck, mounts, unmounting
+from retainzfs import fsck, mkfs, mounts, unmounting
 from retainzfs.errors import MountBusy, MountError
 from tests.conftest import PATIENCE_S, Live
 
@@ -110,6 +112,51 @@ def test_killed_in_the_middle_of_a_save(fresh: Live) -> None:
     assert (run / "step-6.pt").read_bytes() == noise(5 * MIB, seed=6)
     fresh.umount()
     assert fsck.check(str(fresh.image), scrub=True).findings == []
+
+
+def test_a_full_device_during_a_save(fresh: Live) -> None:
+    """The write is told, older generations stay, and the retry works once there is room."""
+    mkfs.make(str(fresh.image), size=64 * MIB, force=True)
+    fresh.mount()
+    run = fresh.path / "run"
+    run.mkdir()
+    saved = 0
+    with pytest.raises(OSError, match="No space") as caught:  # noqa: PT012
+        while True:
+            _save(run / f"step-{saved + 1}.pt", 8 * MIB, seed=saved + 1)
+            saved += 1
+    assert caught.value.errno == errno.ENOSPC
+    assert saved >= 4
+    for _ in range(2):
+        for step in range(1, saved + 1):
+            assert (run / f"step-{step}.pt").read_bytes() == noise(8 * MIB, seed=step)
+        states = {row["number"]: row["state"] for row in _generations(run)}
+        assert states == dict.fromkeys(range(1, saved + 1), "complete") | {saved + 1: "incomplete"}
+        fresh.umount()
+        fresh.mount()
+    (run / "step-1.pt").unlink()
+    _save(run / f"step-{saved + 1}.pt", 8 * MIB, seed=saved + 1)
+    for step in range(2, saved + 2):
+        assert (run / f"step-{step}.pt").read_bytes() == noise(8 * MIB, seed=step)
+    assert [row["state"] for row in _generations(run)] == ["complete"] * saved
+    fresh.umount()
+    assert fsck.check(str(fresh.image), scrub=True).findings == []
+
+
+def _save(path: Path, length: int, seed: int) -> None:
+    """Write as a trainer does; only a write may fail, not the close."""
+    data = noise(length, seed)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    try:
+        for at in range(0, length, MIB):
+            assert os.write(fd, data[at : at + MIB]) == MIB
+    finally:
+        os.close(fd)
+
+
+def _generations(directory: Path) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = json.loads(os.getxattr(directory, "user.retainz.generations"))
+    return rows
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

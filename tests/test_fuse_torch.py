@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from retainzfs import mkfs
 from tests.conftest import Live
 
 pytestmark = [pytest.mark.fuse, pytest.mark.torch]
@@ -65,6 +66,24 @@ def test_saves_survive_a_remount(fresh: Live) -> None:
     assert sorted(os.listdir(fresh.path / "run")) == ["step-4.pt", "step-5.pt"]
     for step in (4, 5):
         assert same(torch.load(fresh.path / "run" / f"step-{step}.pt"), state(step))
+
+
+def test_a_full_device_during_a_save(fresh: Live) -> None:
+    mkfs.make(str(fresh.image), size=64 << 20, force=True)
+    fresh.mount()
+    saved = 0
+    tensors = [torch.rand(2 << 20) for _ in range(16)]  # 8 MiB each
+    with pytest.raises((OSError, RuntimeError)):  # noqa: PT012
+        for number, tensor in enumerate(tensors):
+            torch.save(tensor, fresh.path / f"step-{number}.pt")
+            saved += 1
+    assert saved >= 4
+    rows = json.loads(os.getxattr(fresh.path, "user.retainz.generations"))
+    assert [row["state"] for row in rows] == ["complete"] * saved + ["incomplete"]
+    (fresh.path / "step-0.pt").unlink()
+    torch.save(tensors[saved], fresh.path / f"step-{saved}.pt")
+    for number in range(1, saved + 1):
+        assert torch.equal(torch.load(fresh.path / f"step-{number}.pt"), tensors[number])
 
 
 def test_safetensors(room: Path) -> None:

@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from retainzfs import mounting, mounts, unmounting
+from retainzfs.device.head import Header, decode_header, encode_header
 from retainzfs.errors import MountError, NotYet, UsageError
+from retainzfs.layout import BLOCK
 from tests.conftest import COMMAND, PATIENCE_S, Live, retainzfs
 
 # Options
@@ -106,6 +108,57 @@ def test_refusals_leave_nothing_behind(fresh: Live) -> None:
         assert mounts.find_mount(str(other)) is None
     assert foreign.read_bytes() == b"not ours" * 1000
     assert not (fresh.path.parent / "missing").exists()
+
+
+@pytest.mark.fuse
+@pytest.mark.parametrize(
+    ("harm", "code", "message"),
+    [
+        ("cut", 3, "damaged: it has 134217728 bytes, but was formatted with "),
+        ("flipped", 3, "damaged: both copies of the header: checksum mismatch"),
+        ("newer", 1, "written by a newer retainzfs (format version 9, this one knows 1)"),
+        ("other", 1, "not a retainzfs target"),
+    ],
+)
+def test_broken_images_are_refused(fresh: Live, harm: str, code: int, message: str) -> None:
+    size = fresh.image.stat().st_size
+    with fresh.image.open("r+b") as file:
+        head = bytearray(file.read(2 * BLOCK))
+        if harm == "cut":
+            size //= 2
+        elif harm == "flipped":
+            head[20] ^= 1
+            head[BLOCK + 20] ^= 1
+        elif harm == "newer":
+            header = decode_header(bytes(head[:BLOCK]))
+            fields = {name: getattr(header, name) for name in Header.__slots__}
+            head = bytearray(encode_header(Header(**fields | {"version": 9})) * 2)
+        else:
+            head = bytearray(2 * BLOCK)
+        file.seek(0)
+        file.write(head)
+        file.truncate(size)
+    mount = retainzfs("mount", fresh.image, fresh.path, "--log", fresh.log)
+    for done in (mount, retainzfs("fsck", fresh.image)):
+        assert (done.returncode, done.stdout) == (code, "")
+        assert message in done.stderr
+        assert len(done.stderr.splitlines()) == 1
+    assert mounts.find_mount(str(fresh.path)) is None
+    assert fresh.image.stat().st_size == size
+    with fresh.image.open("rb") as file:
+        assert file.read(2 * BLOCK) == head, "a refusal changes nothing"
+
+
+@pytest.mark.fuse
+def test_mkfs_leaves_a_mounted_image_alone(fresh: Live) -> None:
+    fresh.mount()
+    (fresh.path / "file").write_bytes(b"content")
+    done = retainzfs("mkfs", fresh.image, "--force")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "in use" in done.stderr
+    fresh.umount()
+    fresh.mount()
+    assert (fresh.path / "file").read_bytes() == b"content"
 
 
 @pytest.mark.fuse

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import zipfile
 from typing import Any
 
@@ -111,6 +112,25 @@ async def test_cadence_is_learned_and_gives_retirements(clock: Clock, mount: Opt
         assert row(volume, 2)["state"] == "complete"
     async with Volume.mounted(device, mount) as volume:
         assert volume.statistics()["streams"][0]["cadence_s"] == pytest.approx(100, abs=1)
+
+
+async def test_stated_epochs_and_sizes_are_inherited(mount: Options) -> None:
+    async with Volume.mounted(await formatted(small_device()), mount) as volume:
+        run = await directory(volume, b"run", birth=b"12.5", retire=b"40", size=b"600K")
+        deeper = await directory(volume, b"deeper", run)
+        ino = await put(volume, deeper, b"step-1.pt", archive())
+        told = row(volume, 1)
+        assert (told["birth_epoch"], told["retire_epoch"]) == (12.5, 40)
+        assert told["origin"] == "retire=40"
+        assert volume.retention.hint_of(volume.inode(ino).generation).size == 600 << 10
+        assert json.loads(volume.getxattr(ino, b"user.retainz.hint")) == {
+            "a": 12.5,
+            "d": 40,
+            "origin": "retire=40",
+        }
+        await volume.setxattr(deeper, b"user.retainz.retire", b"inf")
+        assert row(volume, 1)["anchor"], "the nearer attribute wins"
+        assert row(volume, 1)["retire_epoch"] is None
 
 
 async def test_a_changed_policy_moves_what_is_there(mount: Options) -> None:
