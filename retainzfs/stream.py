@@ -39,7 +39,7 @@ ATTEMPTS = 3  # zones that are tried before a write counts as failed
 class OpenRun:
     """A run that still takes blocks."""
 
-    __slots__ = ("attempts", "kind", "lane", "parts", "run", "slot", "waiting")
+    __slots__ = ("attempts", "kind", "lane", "parts", "run", "slot", "stage", "waiting")
 
     def __init__(self, lane: Lane, kind: Kind, slot: memoryview) -> None:
         self.lane = lane
@@ -47,6 +47,7 @@ class OpenRun:
         self.slot = slot
         self.run = Run(-1, 0, 0, 0, b"")
         self.run.buffer = slot
+        self.stage: Stage | None = None  # of the file that has the run for itself
         # After the seal; zone ends may cut it into parts.
         self.waiting: list[Run] = [self.run]  # parts without a place
         self.parts = 1  # not yet on the device
@@ -252,7 +253,7 @@ class Stream:
             return stage.open
         if large or stage.shared + nbytes > SHARED_MAX:
             opened = await self._new(lane)
-            stage.open = opened
+            stage.open, opened.stage = opened, stage
             return opened
         if lane.open is not None and not lane.open.room:
             self.seal(lane.open)
@@ -289,13 +290,10 @@ class Stream:
         del self._open[id(run)]
         if opened.lane.open is opened:
             opened.lane.open = None
+        if opened.stage is not None:
+            opened.stage.open = None
         for ino in run.owners:
-            inode = self.namespace.inodes.get(ino)
-            if inode is not None and inode.stage is not None:
-                stage = self.stage(inode)
-                stage.shared = 0
-                if stage.open is opened:
-                    stage.open = None
+            self.stage(self.namespace.inodes[ino]).shared = 0
         if not run.owners:
             self._release(opened)
             return

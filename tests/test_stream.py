@@ -210,3 +210,17 @@ async def test_sequential_writes_become_long_extents() -> None:
         extents = volume.inode(ino).extents
         assert len(extents) <= 8 + 4, "about one a zone"
         assert all(a.end == b.block for a, b in pairwise(extents))
+
+
+async def test_a_run_that_lost_all_its_blocks_is_not_written_to_again() -> None:
+    """Truncated to nothing, pushed out for its memory, then written again."""
+    device = await formatted(small_device(zones=128))
+    async with mounted(device, pool=4 * 1016 * 4096) as volume:
+        first = (await volume.make(ROOT, b"first", FILE, 0, 0)).ino
+        await volume.write(first, 0, b"a" * 400_000)
+        await volume.setattr(first, size=0)
+        for number in range(6):
+            other = (await volume.make(ROOT, b"other%d" % number, FILE, 0, 0)).ino
+            await volume.write(other, 0, b"b" * 400_000)
+        await volume.write(first, 0, b"c" * 400_000)
+        assert await content(volume, first) == b"c" * 400_000
