@@ -298,7 +298,7 @@ class Stream:
             self._release(opened)
             return
         if run.held < run.length:
-            self._compact(run)
+            self.namespace.compact(run)
         run.buffer = opened.slot[: run.length * BLOCK]
         lane = opened.lane
         self._sealed.append(opened)
@@ -337,7 +337,7 @@ class Stream:
         except errors.RetainzError as no_space:
             self._give_up(run, opened, no_space)
             return None
-        rest = self._split(run, place.blocks) if place.blocks < run.length else None
+        rest = self.namespace.split(run, place.blocks) if place.blocks < run.length else None
         if rest is not None:
             opened.waiting.append(rest)
             opened.parts += 1
@@ -462,52 +462,3 @@ class Stream:
         if event is None:
             event = self._events[id(run)] = trio.Event()
         return event
-
-    def _split(self, run: Run, blocks: int) -> Run:
-        """Cut a staged run in two; extents behind the cut move to the new one."""
-        assert run.buffer is not None, "only staged runs are cut"
-        rest = Run(-1, 0, 0, run.length - blocks, b"")
-        rest.buffer = run.buffer[blocks * BLOCK :]
-        run.buffer = run.buffer[: blocks * BLOCK]
-        run.length = blocks
-        self._repoint(run, rest, blocks)
-        return rest
-
-    def _compact(self, run: Run) -> None:
-        """Squeeze out the blocks that no extent holds any more; they are not worth writing."""
-        assert run.buffer is not None, "only staged runs are compacted"
-        held: list[tuple[int, Inode, int]] = []  # first block in the run, inode, index of extent
-        for ino in run.owners:
-            inode = self.namespace.inodes[ino]
-            held += [(e.first, inode, i) for i, e in enumerate(inode.extents) if e.run is run]
-        at = 0
-        for first, inode, i in sorted(held, key=lambda item: item[0]):
-            extent = inode.extents[i]
-            if first > at:
-                data = bytes(run.buffer[first * BLOCK : (first + extent.blocks) * BLOCK])
-                run.buffer[at * BLOCK : (at + extent.blocks) * BLOCK] = data
-                inode.extents[i] = extent._replace(first=at)
-            at += extent.blocks
-        assert at == run.held, "the extents of a run's owners hold what the run counts"
-        run.length = at
-
-    def _repoint(self, run: Run, rest: Run, cut: int) -> None:
-        for ino in list(run.owners):
-            inode = self.namespace.inodes[ino]
-            extents: list[Extent] = []
-            for extent in inode.extents:
-                if extent.run is not run or extent.first + extent.blocks <= cut:
-                    extents.append(extent)
-                    continue
-                edge = extent.block + max(0, cut - extent.first)
-                if edge > extent.block:
-                    extents.append(extent.part(extent.block, edge))
-                moved = extent.part(edge, extent.end)
-                extents.append(Extent(edge, moved.blocks, rest, moved.first - cut))
-                run.owners[ino] -= moved.blocks
-                run.held -= moved.blocks
-                rest.held += moved.blocks
-                rest.owners[ino] = rest.owners.get(ino, 0) + moved.blocks
-            if not run.owners[ino]:
-                del run.owners[ino]
-            inode.extents = extents
