@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import pyfuse3
@@ -39,6 +40,7 @@ BLOCK_SIZE = 1 << 20  # st_blksize: programs size their buffers by it
 # All changes but reaping come through this kernel, so it could keep names and attributes for long;
 # more than a second gains nothing, and the times of a reaped directory shall not be stale for long.
 TIMEOUT_S = 1.0
+PF_SIGNALED = 0x400  # include/linux/sched.h: killed by a signal
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -77,6 +79,7 @@ class File:
     cached: bool  # goes through the page cache
     changed: bool = False  # the file, by a write through it or by creating or truncating it
     wrote: bool = False  # since the kernel was last told
+    opener: int = 0  # process, 0 in a namespace that we do not see
 
 
 @dataclass(slots=True)
@@ -273,7 +276,7 @@ class Filesystem(pyfuse3.Operations):
     ) -> tuple[FileInfo, EntryAttributes]:
         mode = stat.S_IFREG | stat.S_IMODE(mode)
         inode = await self._make(parent, name, mode, ctx)
-        return self._open(inode, flags), self._entry(inode)
+        return self._open(inode, flags, ctx), self._entry(inode)
 
     @answers
     async def open(self, ino: int, flags: int, ctx: RequestContext) -> FileInfo:
@@ -282,9 +285,9 @@ class Filesystem(pyfuse3.Operations):
         inode = self.volume.inode(ino)
         if flags & os.O_TRUNC:  # libfuse leaves it to us (FUSE_CAP_ATOMIC_O_TRUNC)
             await self.volume.setattr(ino, size=0, mode=_without_privileges(inode))
-        return self._open(inode, flags)
+        return self._open(inode, flags, ctx)
 
-    def _open(self, inode: Inode, flags: int) -> FileInfo:
+    def _open(self, inode: Inode, flags: int, ctx: RequestContext) -> FileInfo:
         ino = inode.ino
         self.volume.open(ino)
         cached = flags & os.O_ACCMODE != os.O_WRONLY
@@ -295,7 +298,8 @@ class Filesystem(pyfuse3.Operations):
             self._readers[ino] += 1
         fh = self._next_handle
         self._next_handle += 1
-        self._files[fh] = File(ino, cached, changed=bool(flags & (os.O_TRUNC | os.O_CREAT)))
+        changed = bool(flags & (os.O_TRUNC | os.O_CREAT))
+        self._files[fh] = File(ino, cached, changed, opener=ctx.pid)
         return FileInfo(fh=fh, direct_io=not cached, keep_cache=keep)
 
     @answers
@@ -317,7 +321,8 @@ class Filesystem(pyfuse3.Operations):
         if control.owns(fh):
             return
         file = self._files[fh]
-        await self.volume.flush(file.ino, wrote=file.changed)
+        killed = file.changed and _killed(file.opener)
+        await self.volume.flush(file.ino, wrote=file.changed, killed=killed)
         await self._expire_pages(file)
 
     @answers
@@ -447,3 +452,16 @@ def _expire_inode(ino: int) -> None:
 def _expire_name(parent: int, name: bytes) -> None:
     with suppress(FileNotFoundError):
         pyfuse3.invalidate_entry(parent, name)
+
+
+def _killed(pid: int) -> bool:
+    """Whether a process is ending by a signal: then its files are closed by nobody.
+
+    A process that is gone, or hidden, may have handed its file to another: that says nothing.
+    """
+    try:
+        status = Path("/proc", str(pid), "stat").read_text(errors="replace")
+    except OSError:
+        return False
+    flags = int(status.rpartition(")")[2].split()[6])  # proc(5): the ninth field
+    return bool(flags & PF_SIGNALED)

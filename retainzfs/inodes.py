@@ -59,8 +59,8 @@ class Inode:
     __slots__ = (
         "atime_ns", "blocks", "changed", "content", "ctime_ns", "dirty", "due_s", "entries",
         "error", "extents", "generation", "gid", "handles", "ino", "judged", "known_content",
-        "logged_size", "lookups", "mode", "mtime_ns", "name", "nlink", "parent", "rdev", "shadow",
-        "size", "stage", "uid", "writes", "xattrs",
+        "logged_size", "lookups", "mode", "mtime_ns", "name", "nlink", "parent", "rdev", "refused",
+        "shadow", "size", "stage", "uid", "writes", "xattrs",
     )  # fmt: skip
 
     def __init__(self, ino: int) -> None:
@@ -87,6 +87,7 @@ class Inode:
         self.judged = -1  # the count of `writes` when completeness was last looked at
         self.writes = 0  # counts modifications; a cached copy of another count is stale
         self.error: RetainzError | None = None  # a write that failed after its caller had gone
+        self.refused = False  # a write of it met a full device, and its caller knows
         self.stage: object = None  # the stream's own
 
     @property

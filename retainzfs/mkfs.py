@@ -8,11 +8,9 @@ import uuid
 
 import trio
 
-from retainzfs.device import Device, Geometry, create_target
+from retainzfs.device import Device, Geometry, create_target, is_memory
 from retainzfs.errors import RetainzError, UsageError
 from retainzfs.volume import ROOT, Options, Volume
-
-MEMORY = "mem:"
 
 
 def make(
@@ -30,7 +28,7 @@ def make(
 
     Raises what `device.create_target` does, and leaves no new image behind then.
     """
-    if target.startswith(MEMORY):
+    if is_memory(target):
         raise UsageError(f"{target}: memory needs no format; mount it")
     missing = not os.path.lexists(target)
     if missing and size is None:

@@ -19,6 +19,7 @@ from typing import NoReturn, TextIO
 import trio
 
 from retainzfs import hints, mkfs, placement, session
+from retainzfs.device import is_memory
 from retainzfs.errors import MountError, NotYet, RetainzError, UsageError
 from retainzfs.mounts import find_mount
 from retainzfs.volume import Options
@@ -125,7 +126,7 @@ def check_directory(directory: str) -> None:
 
 def log_path(target: str) -> Path:
     """Return where the daemon of a target logs: one file a target, in the state directory."""
-    path = target if target.startswith(mkfs.MEMORY) else os.path.realpath(target)
+    path = target if is_memory(target) else os.path.realpath(target)
     name = path.strip("/").replace("/", "-")[-LOG_NAME_MAX:] + ".log"
     if os.geteuid() == 0:
         return Path("/var/log/retainzfs", name)
@@ -319,4 +320,4 @@ def helper(arguments: list[str]) -> int:
 
 def absolute(target: str) -> str:
     """Return a target that means the same from every directory."""
-    return target if target.startswith(mkfs.MEMORY) else os.path.abspath(target)
+    return target if is_memory(target) else os.path.abspath(target)

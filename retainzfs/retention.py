@@ -81,6 +81,8 @@ class Retention:
         for record in records:
             stream = self.stream(record.stream)
             stream.numbers[record.number] = record.generation
+            if record.state == State.INCOMPLETE:
+                self.reasons[record.generation] = "it was not complete at the last unmount"
             if record.order:
                 self._learn(stream, record)
                 members = self.members.get(record.generation, ())

@@ -26,7 +26,7 @@ import trio
 
 from retainzfs import mkfs, mounts, unmounting
 from retainzfs.control import Control
-from retainzfs.device import Device, open_target
+from retainzfs.device import Device, is_memory, open_target
 from retainzfs.errors import MountBusy, MountError, RetainzError, TargetBusy
 from retainzfs.fs import Filesystem, ServedVolume
 from retainzfs.volume import Options
@@ -73,7 +73,7 @@ async def serve(setup: Setup, ready: Callable[[], None]) -> None:
     device = await _opened(setup.target)
     try:
         await device.start()
-        if setup.target.startswith(mkfs.MEMORY):
+        if is_memory(setup.target):
             await mkfs.format_started(device)
         refused = await _serve_device(device, setup, ready)
     finally:

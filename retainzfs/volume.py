@@ -145,7 +145,6 @@ class Volume(Names):
             raise inode.error
         if not view:
             return 0
-        await self._admit(grows=True)
         lock = await self._lock_with_room(inode, len(view) + WRITE_SLACK)
         try:
             inode.mtime_ns = inode.ctime_ns = self.options.wall_ns()
@@ -161,14 +160,19 @@ class Volume(Names):
     async def _lock_with_room(self, inode: Inode, nbytes: int) -> trio.Lock:
         """Take the inode's lock at a moment when so many bytes may be staged. Raises NoSpace."""
         lock = self.stream.stage(inode).lock
-        while True:
-            kind = self.lanes.hint(self.lane(inode)).kind
-            if not self.lanes.fits(kind, nbytes):
-                await self.reclaim.make_room(kind, nbytes)
-            await lock.acquire()
-            if self.lanes.fits(kind, nbytes):
-                return lock
-            lock.release()
+        try:
+            await self._admit(grows=True)
+            while True:
+                kind = self.lanes.hint(self.lane(inode)).kind
+                if not self.lanes.fits(kind, nbytes):
+                    await self.reclaim.make_room(kind, nbytes)
+                await lock.acquire()
+                if self.lanes.fits(kind, nbytes):
+                    return lock
+                lock.release()
+        except errors.NoSpace:
+            inode.refused = True
+            raise
 
     def _change(self, inode: Inode) -> None:
         """The bytes of a file change; the caller holds its lock."""
@@ -190,11 +194,12 @@ class Volume(Names):
         if CAPABILITY in (inode.xattrs or {}):
             self.committer.log(layout.XattrRemovedRecord(inode.ino, CAPABILITY))
 
-    async def flush(self, ino: int, *, wrote: bool = True) -> None:
+    async def flush(self, ino: int, *, wrote: bool = True, killed: bool = False) -> None:
         """A descriptor was closed: durable where the class says so, and perhaps the end of a save.
 
-        `wrote`: it was one that changed the file; a reader's close says nothing about a save. A
-        clean inode costs nothing. Raises the error of a write that failed in the background.
+        `wrote`: it was one that changed the file; a reader's close says nothing about a save.
+        `killed`: nobody closed it, its process was killed. A clean inode costs nothing. Raises the
+        error of a write that failed in the background.
         """
         inode = self.namespace.inodes.get(ino)
         if inode is None:
@@ -205,7 +210,7 @@ class Volume(Names):
             return
         if inode.judged != inode.writes:
             inode.judged = inode.writes
-            await self._judge(inode)
+            await self._judge(inode, killed=killed)
         if inode.nlink and self.syncs(inode):
             await self.fsync(ino)
 
@@ -228,11 +233,15 @@ class Volume(Names):
             if inode.error is not None:
                 raise inode.error
 
-    async def _judge(self, inode: Inode) -> None:
+    async def _judge(self, inode: Inode, *, killed: bool) -> None:
         """Look for the evidence of completeness that a close gives."""
         if inode.nlink == 0 or not inode.is_file:
             return
         names = self.namespace.components(inode.ino)
+        if killed:
+            reason = "the process that was writing it was killed"
+            self.committer.log_each(self.retention.incomplete(inode.generation, reason))
+            return
         if hints.is_tracker(names[-1]):
             told = bytes(await self.reader.read(inode, 0, TRACKER_READ))
             target = hints.tracked(names[-1], told)
@@ -255,15 +264,13 @@ class Volume(Names):
         start = max(0, inode.size - hints.TAIL_BYTES)
         tail = bytes(await self.reader.read(inode, start, hints.TAIL_BYTES))
         finding = hints.examine(names[-1], inode.size, head, tail)
-        failed = inode.error is not None
+        failed = inode.error is not None or inode.refused
         stem = context.match.stem
         whole, reason = self.retention.judge(inode, stem, finding, failed=failed)
         if whole:
             self.completed(inode.generation)
         else:
-            records = self.retention.incomplete(inode.generation, reason)
-            if records:
-                self.committer.log(*records)
+            self.committer.log_each(self.retention.incomplete(inode.generation, reason))
 
     # Attributes
 
@@ -308,7 +315,6 @@ class Volume(Names):
             lock = self.stream.stage(inode).lock
             await lock.acquire()
         else:
-            await self._admit(grows=True)
             lock = await self._lock_with_room(inode, WRITE_SLACK)
         try:
             if inode.ino not in self.namespace.inodes:
@@ -321,7 +327,7 @@ class Volume(Names):
                 self.retention.announce(inode, size)
                 inode.size = size
             if size == 0:
-                inode.error = None
+                inode.error, inode.refused = None, False
         finally:
             lock.release()
 

@@ -348,3 +348,20 @@ def test_a_failed_device_refuses_writes_and_serves_reads(fresh: Live) -> None:
     Path(f"{fresh.image}.fail").unlink()
     fresh.mount()
     assert (fresh.path / "old").read_bytes() == noise(MIB)
+
+
+def test_a_killed_writer_completes_nothing(live: Live) -> None:
+    """Its file is closed by the kernel, at whatever length; what the format is does not show."""
+    run = live.path / "killed"
+    run.mkdir()
+    os.setxattr(run, "user.retainz.keep_last", b"2")
+    (run / "step-1.msgpack").write_bytes(noise(MIB))
+    code = (
+        "import os, signal, sys; f = open(sys.argv[1], 'wb', buffering=0);"
+        "f.write(os.urandom(1 << 20)); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    ended = subprocess.run([sys.executable, "-c", code, str(run / "step-2.msgpack")], check=False)
+    assert ended.returncode == -signal.SIGKILL
+    rows = json.loads(os.getxattr(run, "user.retainz.generations"))
+    assert [row["state"] for row in rows] == ["complete", "incomplete"]
+    assert "killed" in rows[1]["reason"]

@@ -9,9 +9,20 @@ from typing import Any
 
 import pytest
 
+from retainzfs.errors import NoSpace
 from retainzfs.volume import ROOT, Options, Volume
 from retainzfs.zones import Kind
-from tests.helpers import DIRECTORY, FILE, Clock, formatted, options, put, small_device, zones_of
+from tests.helpers import (
+    DIRECTORY,
+    FILE,
+    Clock,
+    formatted,
+    mounted,
+    options,
+    put,
+    small_device,
+    zones_of,
+)
 
 pytestmark = pytest.mark.volume
 
@@ -276,3 +287,22 @@ async def test_a_file_with_a_retirement_is_a_generation_by_itself(mount: Options
     async with Volume.mounted(device, mount) as volume:
         assert volume.generations(ROOT) == []
         assert volume.namespace.generations == {}
+
+
+async def fill_up(volume: Volume, ino: int) -> None:
+    for at in range(0, 1 << 30, 65536):
+        await volume.write(ino, at, b"y" * 65536)
+
+
+async def test_a_save_that_met_a_full_device_costs_no_older_one() -> None:
+    async with mounted(await formatted(small_device(zones=24))) as volume:
+        await volume.setxattr(ROOT, b"user.retainz.keep_last", b"1")
+        await volume.setxattr(ROOT, b"user.retainz.reap", b"1")
+        await put(volume, ROOT, b"step-1.msgpack", b"x" * 2_450_000)
+        ino = (await volume.make(ROOT, b"step-2.msgpack", FILE, 0, 0)).ino
+        volume.open(ino)
+        with pytest.raises(NoSpace):
+            await fill_up(volume, ino)
+        await volume.flush(ino)
+        volume.close(ino)
+        assert states(volume) == {1: "complete", 2: "incomplete"}

@@ -51,11 +51,16 @@ def _finish(command: argparse.ArgumentParser, run: Any) -> None:
 
 def told(path: str, name: str) -> Any:
     """Return the JSON of a file in `.retainz/` of the mount that a path is on."""
+    return _control_file(mount_of(path), name)
+
+
+def mount_of(path: str) -> mounts.MountPoint:
+    """Return the mount of ours that a path is on. Raises OSError, MountError."""
     os.stat(path)
     mount = mounts.mount_of(path)
     if mount is None:
         raise MountError(path, "not on a mounted retainzfs")
-    return _control_file(mount, name)
+    return mount
 
 
 def _control_file(mount: mounts.MountPoint, name: str) -> Any:

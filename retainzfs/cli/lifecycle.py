@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 from typing import TYPE_CHECKING
 
 from retainzfs import fsck, mkfs, mounting, unmounting
+from retainzfs.cli.inspect import told
 from retainzfs.cli.output import Progress, print_json, size_argument
 from retainzfs.errors import UsageError
 from retainzfs.hints import format_size
@@ -27,6 +29,7 @@ def add_commands(commands: Commands) -> None:
         " When the mount is busy, say who uses it.",
     )
     command.add_argument("directory", metavar="DIR")
+    command.add_argument("--json", action="store_true", help="print what was unmounted as JSON")
     command.set_defaults(run=_umount)
     command = commands.add_parser(
         "fsck",
@@ -64,6 +67,7 @@ def _add_mkfs(commands: Commands) -> None:
         "--preallocate", action="store_true", help="take the image's whole size on its host now"
     )
     command.add_argument("--force", action="store_true", help="overwrite what is there")
+    command.add_argument("--json", action="store_true", help="print the zones as JSON")
     command.set_defaults(run=_mkfs)
 
 
@@ -95,6 +99,7 @@ def _add_mount(commands: Commands) -> None:
     command.add_argument("--foreground", action="store_true", help="stay, and log to the terminal")
     command.add_argument("--log", metavar="FILE", help="where the daemon logs")
     command.add_argument("--verbose", action="store_true", help="log more")
+    command.add_argument("--json", action="store_true", help="print what was mounted as JSON")
     command.set_defaults(run=_mount)
 
 
@@ -109,6 +114,9 @@ def _mkfs(given: argparse.Namespace) -> int:
         force=given.force,
         preallocate=given.preallocate,
     )
+    if given.json:
+        print_json({"target": given.target, **dataclasses.asdict(geometry)})
+        return 0
     print(
         f"{given.target}: {geometry.zone_count} zones of {format_size(geometry.zone_size)},"
         f" {format_size(geometry.zone_capacity)} usable each;"
@@ -134,11 +142,16 @@ def _mount(given: argparse.Namespace) -> int:
     if given.foreground:
         return mounting.mount_foreground(mount)
     mounting.mount_daemon(mount)
+    if given.json:
+        pid = told(mount.directory, "stats.json")["pid"]
+        print_json({"target": mount.target, "directory": mount.directory, "pid": pid})
     return 0
 
 
 def _umount(given: argparse.Namespace) -> int:
     unmounting.umount(given.directory)
+    if given.json:
+        print_json({"directory": given.directory})
     return 0
 
 

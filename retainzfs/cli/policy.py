@@ -7,8 +7,8 @@ import errno
 import os
 from typing import TYPE_CHECKING, Any
 
-from retainzfs import hints, mounts
-from retainzfs.cli.inspect import asked
+from retainzfs import hints
+from retainzfs.cli.inspect import asked, mount_of, told
 from retainzfs.cli.output import print_json
 from retainzfs.errors import MountError, NotYet
 from retainzfs.hints import PREFIX, format_size
@@ -56,6 +56,7 @@ def add_commands(commands: Commands) -> None:
         description="Reset dead zones and empty half-dead ones; for root and the mounting user.",
     )
     command.add_argument("directory", metavar="DIR")
+    command.add_argument("--json", action="store_true", help="print what it did as JSON")
     command.set_defaults(run=_gc)
 
 
@@ -117,10 +118,8 @@ def _shown(name: str, value: Any) -> str:
 
 
 def _gc(given: argparse.Namespace) -> int:
-    os.stat(given.directory)
-    mount = mounts.mount_of(given.directory)
-    if mount is None:
-        raise MountError(given.directory, "not on a mounted retainzfs")
+    mount = mount_of(given.directory)
+    before = told(mount.directory, "stats.json")
     try:
         os.setxattr(mount.directory, PREFIX + "gc", b"1")
     except OSError as error:
@@ -128,4 +127,9 @@ def _gc(given: argparse.Namespace) -> int:
             what = "only root and the user who mounted it reclaim by hand"
             raise MountError(mount.directory, what) from error
         raise
+    if given.json:
+        after = told(mount.directory, "stats.json")
+        resets = after["zones"]["reset_total"] - before["zones"]["reset_total"]
+        copied = after["copied_bytes"] - before["copied_bytes"]
+        print_json({"zones_reset": resets, "copied_bytes": copied})
     return 0

@@ -16,7 +16,7 @@ from retainzfs.device.protocol import (
     Sums,
     ZoneReport,
 )
-from retainzfs.device.targets import create_target, open_target
+from retainzfs.device.targets import create_target, is_memory, open_target
 
 __all__ = [
     "BLOCK",
@@ -28,5 +28,6 @@ __all__ = [
     "Sums",
     "ZoneReport",
     "create_target",
+    "is_memory",
     "open_target",
 ]

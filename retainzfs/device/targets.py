@@ -46,13 +46,18 @@ MIN_ACTIVE = 6  # journal 2, collection 1, and three kinds of data
 MIN_OPEN = 4
 
 
+def is_memory(target: str) -> bool:
+    """Whether a target is memory, which needs no format and is always new."""
+    return target.startswith(MEMORY)
+
+
 def open_target(target: str, *, readonly: bool = False) -> Device:
     """Open a formatted target: an image, a block device, or `mem:SIZE`, which is always new.
 
     The target is locked against a second use until the device is closed. Call `start` on it
     before any operation. Errors: TargetMissing, TargetBusy, ForeignTarget, NewerFormat, Damaged.
     """
-    if target.startswith(MEMORY):
+    if is_memory(target):
         return MemoryDevice(plan_geometry(target, _memory_size(target), headless=True), target)
     fd = _opened(target, readonly=readonly)
     with _closed_on_error(target, "open", fd):
@@ -77,7 +82,7 @@ def create_target(
     target is as it was. Errors: TargetHoldsData, TargetBusy, TargetTooSmall, BadGeometry,
     TargetMissing, DeviceError.
     """
-    if target.startswith(MEMORY):
+    if is_memory(target):
         geometry = plan_geometry(
             target,
             _memory_size(target) if size is None else size,
