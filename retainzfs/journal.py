@@ -248,7 +248,9 @@ async def scan(device: Device) -> tuple[Replay, dict[int, int], int]:
                 f"metadata zone {zone} begins with batch {expected}, but the zone before it ends "
                 f"with {batches[-1].header.sequence}",
             )
-        found, end, lost = await _read_zone(device, zone, newest.uuid, expected)
+        # What lies behind the sequence with which the next zone begins was given up by a mount.
+        until = superblocks[chain[position + 1]].first_sequence if position < newest.position else 0
+        found, end, lost = await _read_zone(device, zone, newest.uuid, expected, until)
         batches += found
         replay.rolled_back = lost
         for batch in found:
@@ -295,9 +297,10 @@ def _check_geometry(device: Device, superblock: Superblock) -> None:
 
 
 async def _read_zone(
-    device: Device, zone: int, uuid: bytes, expected: int
+    device: Device, zone: int, uuid: bytes, expected: int, until: int
 ) -> tuple[list[Batch], int, int]:
-    """Return the zone's batches, where they end, and how many bytes lie broken behind.
+    """Return the zone's batches from sequence `expected` up to before `until` (0: all), where they
+    end, and how many bytes lie broken behind.
 
     Behind a broken batch the blocks are searched on: a later batch shows whether it was durable.
     """
@@ -306,7 +309,7 @@ async def _read_zone(
     window = _Window(device, zone, limit)
     batches: list[Batch] = []
     at, end, lost = BLOCK, BLOCK, 0
-    while at < limit:
+    while at < limit and expected != until:
         blocks = layout.batch_blocks(await window.read(at, BLOCK))
         size = blocks * BLOCK
         batch = None

@@ -248,6 +248,8 @@ class Namespace:
 
         With `keep` what the journal knows about these blocks stays live as a shadow.
         """
+        # First, so that a run whose only owner is mapped anew is not forgotten in between.
+        self._gain(inode, extent.run, extent.blocks)
         self.drop(inode, extent.block, extent.end, keep=keep)
         if extent.block == 0 and not keep:
             inode.content = inode.known_content = b""
@@ -264,7 +266,6 @@ class Namespace:
         else:
             extents.insert(at, extent)
         inode.blocks += extent.blocks
-        self._gain(inode, extent.run, extent.blocks)
 
     def drop(self, inode: Inode, start: int, end: int, *, keep: bool = False) -> None:
         """Let nothing hold blocks [start, end) of the file."""

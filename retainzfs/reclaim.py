@@ -78,6 +78,7 @@ class Reclaim:
         First what is dead already, then copying; each step must gain something, so this ends.
         """
         async with self._collecting:
+            committed = False
             while not self.lanes.fits(kind, nbytes):
                 if self.table.resettable(self.committer.round):
                     await self.committer.commit()
@@ -86,6 +87,12 @@ class Reclaim:
                 if self._hopeless(nbytes) or not await self._collect_one():
                     if self.lanes.fits(kind, nbytes):
                         return
+                    if not committed:
+                        # What was overwritten keeps its old bytes until its commit.
+                        committed = True
+                        await self.committer.commit(list(self.committer.dirty.values()))
+                        await self.reset_dead()
+                        continue
                     raise errors.NoSpace(
                         f"{nbytes} bytes wanted; delete files, or wait for generations to retire"
                     )
@@ -139,7 +146,7 @@ class Reclaim:
             return False
         if not self._has_destination(victim):
             return False
-        before = self._usable()
+        epoch = victim.epoch
         if victim.active and self.lanes.room(victim.kind) < victim.tail:
             return False  # what is staged counts on that tail
         if victim.active:
@@ -156,7 +163,7 @@ class Reclaim:
                 await self._reset([victim])
         await self.reset_dead()
         self._adopt(kind)
-        return self._usable() > before
+        return victim.dead or victim.epoch != epoch
 
     @staticmethod
     def _gain(zone: Zone) -> int:

@@ -170,8 +170,9 @@ class CrashingDevice(MemoryDevice):
         self._step(zone)
         await super().finish(zone)
 
-    def after_cut(self, rng: random.Random) -> MemoryDevice:
-        """Return the device as it comes back."""
+    def after_cut(self, rng: random.Random) -> CrashingDevice:
+        """Return the device as it comes back. Above a write pointer there may be bytes that nobody
+        was told of."""
         states = []
         contents: dict[int, bytearray] = {}
         for zone in range(self.geometry.zone_count):
@@ -180,11 +181,15 @@ class CrashingDevice(MemoryDevice):
                 now = self.rules.states[zone]
                 stable = state.pointer if now.resets == state.resets else 0
                 state, data = now, self._torn(rng, zone, stable)
+            elif zone in self._touched and self.rules.states[zone].resets == state.resets:
+                data = bytes(self._zones.get(zone, data))
             states.append(copy.copy(state))
             contents[zone] = bytearray(data)
-        device = MemoryDevice(self.geometry)
+        device = CrashingDevice(self.geometry)
         device.rules = ZoneRules("mem", self.geometry, states)
         device._zones = contents
+        device._touched = set(range(self.geometry.zone_count))
+        device._keep()
         return device
 
     def _torn(self, rng: random.Random, zone: int, stable: int) -> bytes:
