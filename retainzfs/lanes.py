@@ -117,6 +117,7 @@ class Lanes:
         self.unit_s = unit_s
         self.lanes: dict[int, Lane] = {}
         self.staged: Callable[[], dict[Kind, int]] = dict  # bytes without a promise, by kind
+        self.admitted = dict.fromkeys(Kind, 0)  # bytes of writes that are about to be staged
         self.plans = 0
         self._payload = payload(table.capacity // BLOCK)
         self._planning_ns = 0
@@ -156,16 +157,23 @@ class Lanes:
 
     def fits(self, kind: Kind, nbytes: int) -> bool:
         """Whether bytes may be staged: everything staged must have a place without any wait."""
-        waiting = self.staged()
+        waiting = self._waiting()
         fresh = self.table.empty_available
         if fresh > len(DATA_KINDS) + 2 * (sum(waiting.values()) + nbytes) // self.table.capacity:
             return True
         return nbytes <= self.room(kind)
 
+    def _waiting(self) -> dict[Kind, int]:
+        waiting = dict(self.staged())
+        for kind, nbytes in self.admitted.items():
+            if nbytes:
+                waiting[kind] = waiting.get(kind, 0) + nbytes
+        return waiting
+
     def room(self, kind: Kind) -> int:
         """Return how many bytes may be staged for a kind, beside what is staged already."""
         table = self.table
-        waiting = self.staged()
+        waiting = self._waiting()
         mine = table.group(kind)
         fresh = table.empty_available
         if table.active_data() >= table.limits.total:
@@ -213,7 +221,8 @@ class Lanes:
     async def _advance(self, lane: Lane, need: int) -> None:
         """Give the lane its next zone."""
         hint = self.hint(lane)
-        if not lane.steps:
+        # Copies have the emergency zone; all other room is promised to writers.
+        if not lane.steps and not lane.copies:
             self._plan(lane, hint, need)
         if not lane.steps:
             lane.zone = (await self._last_resort(lane, hint)).index
@@ -240,7 +249,7 @@ class Lanes:
         view = placement.survey(
             self.table, hint.kind, self.retire_of, self.now_s(), unit=self.unit_s()
         )
-        if hint.kind is Kind.FINITE and not lane.copies:
+        if hint.kind is Kind.FINITE:
             plan = self.policy.plan(request, view)
         else:
             plan = placement.fill(placement.Request(stored(need), hint.retire_s), view)

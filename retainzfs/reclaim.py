@@ -133,10 +133,14 @@ class Reclaim:
         return [
             zone
             for zone in self.table.zones
-            if zone.kind not in (Kind.METADATA, Kind.COLLECTION)
+            if zone.kind is not Kind.METADATA
+            # The zone that copies go to; once it is full it is one like any other.
+            and not (zone.kind is Kind.COLLECTION and zone.active)
             and zone.state in (State.FULL, State.CLOSED, State.OPEN)
             and not zone.reserved
             and zone.live_bytes
+            # To finish it strands its tail, which what is staged may count on.
+            and (not zone.active or self.lanes.room(zone.kind) >= zone.tail)
         ]
 
     async def _collect_one(self) -> bool:
@@ -147,8 +151,6 @@ class Reclaim:
         if not self._has_destination(victim):
             return False
         epoch = victim.epoch
-        if victim.active and self.lanes.room(victim.kind) < victim.tail:
-            return False  # what is staged counts on that tail
         if victim.active:
             # Its own tail is no destination, and the copies may need its slot.
             await self.lanes.finish(victim)
@@ -177,14 +179,15 @@ class Reclaim:
 
     def _adopt(self, kind: Kind) -> None:
         """Let data fill what collection left of its zone, if the ledger has a slot for it."""
+        if kind is Kind.COLLECTION:
+            return
         for zone in self.table.active(Kind.COLLECTION):
             if zone.tail and not zone.reserved and self.table.slots(kind):
                 self.table.adopt(zone, kind)
 
     def _has_destination(self, victim: Zone) -> bool:
-        room = sum(z.tail for z in self.table.active(Kind.COLLECTION))
-        room += sum(z.tail for z in self.table.partial(victim.kind) if z is not victim)
-        return room >= victim.live_bytes + SMALL or self.table.empty > 0
+        room = sum(zone.tail for zone in self.table.active(Kind.COLLECTION))
+        return self.table.empty > 0 or room >= stored(victim.live_bytes)
 
     async def _move_all(self, victim: Zone, lane: Lane) -> list[Inode]:
         moved: dict[int, Inode] = {}

@@ -20,10 +20,10 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
-
-import trio
 
 from retainzfs import attributes, errors, generations, hints, layout, observe
 from retainzfs.core import Options
@@ -145,20 +145,18 @@ class Volume(Names):
             raise inode.error
         if not view:
             return 0
-        lock = await self._lock_with_room(inode, len(view) + WRITE_SLACK)
-        try:
+        async with self._locked_with_room(inode, len(view) + WRITE_SLACK):
             inode.mtime_ns = inode.ctime_ns = self.options.wall_ns()
             if inode.mode & (stat.S_ISUID | stat.S_ISGID) or inode.xattrs:
                 self._drop_privileges(inode)
             self._change(inode)
             await self.stream.write(inode, offset, view, self.lane(inode))
-        finally:
-            lock.release()
         self.logical += len(view)
         return len(view)
 
-    async def _lock_with_room(self, inode: Inode, nbytes: int) -> trio.Lock:
-        """Take the inode's lock at a moment when so many bytes may be staged. Raises NoSpace."""
+    @asynccontextmanager
+    async def _locked_with_room(self, inode: Inode, nbytes: int) -> AsyncIterator[None]:
+        """Hold the inode's lock, with room for so many bytes to be staged. Raises NoSpace."""
         lock = self.stream.stage(inode).lock
         try:
             await self._admit(grows=True)
@@ -168,11 +166,17 @@ class Volume(Names):
                     await self.reclaim.make_room(kind, nbytes)
                 await lock.acquire()
                 if self.lanes.fits(kind, nbytes):
-                    return lock
+                    break
                 lock.release()
         except errors.NoSpace:
             inode.refused = True
             raise
+        self.lanes.admitted[kind] += nbytes  # staging awaits; nobody else may count on this room
+        try:
+            yield
+        finally:
+            self.lanes.admitted[kind] -= nbytes
+            lock.release()
 
     def _change(self, inode: Inode) -> None:
         """The bytes of a file change; the caller holds its lock."""
@@ -311,25 +315,25 @@ class Volume(Names):
             raise FSError(errno.EINVAL, self.path(inode.ino))
         if size > FILE_SIZE_MAX:
             raise FSError(errno.EFBIG, self.path(inode.ino))
-        if size <= inode.size:
-            lock = self.stream.stage(inode).lock
-            await lock.acquire()
+        if size > inode.size:
+            async with self._locked_with_room(inode, WRITE_SLACK):
+                await self._set_size(inode, size)
         else:
-            lock = await self._lock_with_room(inode, WRITE_SLACK)
-        try:
-            if inode.ino not in self.namespace.inodes:
-                raise FSError(errno.ENOENT, f"inode {inode.ino}")
-            self._change(inode)
-            if size < inode.size:
-                self._shrink(inode, size)
-            elif size > inode.size:
-                await self.stream.extend(inode, self.lane(inode))
-                self.retention.announce(inode, size)
-                inode.size = size
-            if size == 0:
-                inode.error, inode.refused = None, False
-        finally:
-            lock.release()
+            async with self.stream.stage(inode).lock:
+                await self._set_size(inode, size)
+
+    async def _set_size(self, inode: Inode, size: int) -> None:
+        if inode.ino not in self.namespace.inodes:
+            raise FSError(errno.ENOENT, f"inode {inode.ino}")
+        self._change(inode)
+        if size < inode.size:
+            self._shrink(inode, size)
+        elif size > inode.size:
+            await self.stream.extend(inode, self.lane(inode))
+            self.retention.announce(inode, size)
+            inode.size = size
+        if size == 0:
+            inode.error, inode.refused = None, False
 
     def _shrink(self, inode: Inode, size: int) -> None:
         self.stream.trim(inode, size)

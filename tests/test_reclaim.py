@@ -234,3 +234,21 @@ async def save(volume: Volume, directory: int, name: bytes, rng: random.Random) 
         await volume.flush(ino)
     finally:
         volume.close(ino)
+
+
+async def test_overwriting_in_place_goes_on_for_ever() -> None:
+    """Copies of copies: zones that collection filled are collected like all others."""
+    rng = random.Random(5)
+    device = await formatted(small_device(zones=24))
+    async with mounted(device) as volume:
+        data = bytearray(rng.randbytes(2_600_000))  # half of the device
+        ino = await put(volume, ROOT, b"map", bytes(data))
+        for round_ in range(1500):
+            at = rng.randrange(len(data) - 20_000)
+            new = rng.randbytes(rng.choice([100, 4096, 20_000]))
+            data[at : at + len(new)] = new
+            await volume.write(ino, at, new)
+            if round_ % 5 == 0:
+                await volume.fsync(ino)
+        assert volume.reclaim.copied > 10_000_000
+        assert await content(volume, ino) == bytes(data)
