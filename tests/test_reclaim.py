@@ -250,5 +250,5 @@ async def test_overwriting_in_place_goes_on_for_ever() -> None:
             await volume.write(ino, at, new)
             if round_ % 5 == 0:
                 await volume.fsync(ino)
-        assert volume.reclaim.copied > 10_000_000
+        assert volume.reclaim.collections > 20, "there was nothing to collect"
         assert await content(volume, ino) == bytes(data)
