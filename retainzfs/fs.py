@@ -321,7 +321,9 @@ class Filesystem(pyfuse3.Operations):
         if control.owns(fh):
             return
         file = self._files[fh]
-        killed = file.changed and _killed(file.opener)
+        # Only a generation's completeness depends on it; asking costs as much as a request.
+        asked = file.changed and self.volume.inode(file.ino).generation
+        killed = bool(asked) and _killed(file.opener)
         await self.volume.flush(file.ino, wrote=file.changed, killed=killed)
         await self._expire_pages(file)
 

@@ -241,19 +241,14 @@ class Volume(Names):
         """Look for the evidence of completeness that a close gives."""
         if inode.nlink == 0 or not inode.is_file:
             return
-        names = self.namespace.components(inode.ino)
+        if not inode.generation:
+            await self._follow_tracker(inode)
+            return
         if killed:
             reason = "the process that was writing it was killed"
             self.committer.log_each(self.retention.incomplete(inode.generation, reason))
             return
-        if hints.is_tracker(names[-1]):
-            told = bytes(await self.reader.read(inode, 0, TRACKER_READ))
-            target = hints.tracked(names[-1], told)
-            if target is not None:
-                self.completed(self.retention.known(inode.parent, target))
-            return
-        if not inode.generation:
-            return
+        names = self.namespace.components(inode.ino)
         context = self.retention.context(inode.parent, names[-1])
         if context.match is None or context.match.temporary:
             return
@@ -275,6 +270,15 @@ class Volume(Names):
             self.completed(inode.generation)
         else:
             self.committer.log_each(self.retention.incomplete(inode.generation, reason))
+
+    async def _follow_tracker(self, inode: Inode) -> None:
+        """A file outside the generations was closed; perhaps it says which one is complete."""
+        if not hints.is_tracker(inode.name):
+            return
+        told = bytes(await self.reader.read(inode, 0, TRACKER_READ))
+        target = hints.tracked(inode.name, told)
+        if target is not None:
+            self.completed(self.retention.known(inode.parent, target))
 
     # Attributes
 
