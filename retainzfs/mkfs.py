@@ -5,25 +5,16 @@ from __future__ import annotations
 import os
 import time
 import uuid
+from typing import Unpack
 
 import trio
 
-from retainzfs.device import Device, Geometry, create_target, is_memory
+from retainzfs.device import Device, Geometry, Wanted, create_target, is_memory
 from retainzfs.errors import RetainzError, UsageError
 from retainzfs.volume import ROOT, Options, Volume
 
 
-def make(
-    target: str,
-    *,
-    size: int | None = None,
-    zone_size: int | None = None,
-    zone_capacity: int | None = None,
-    max_open: int | None = None,
-    max_active: int | None = None,
-    force: bool = False,
-    preallocate: bool = False,
-) -> Geometry:
+def make(target: str, **wanted: Unpack[Wanted]) -> Geometry:
     """Format a target; sizes in bytes, None is the default. Return the zones that it got.
 
     Raises what `device.create_target` does, and leaves no new image behind then.
@@ -31,18 +22,9 @@ def make(
     if is_memory(target):
         raise UsageError(f"{target}: memory needs no format; mount it")
     missing = not os.path.lexists(target)
-    if missing and size is None:
+    if missing and wanted.get("size") is None:
         raise UsageError(f"{target}: no such target; give --size S to make an image there")
-    device = create_target(
-        target,
-        size=size,
-        zone_size=zone_size,
-        zone_capacity=zone_capacity,
-        max_open=max_open,
-        max_active=max_active,
-        force=force,
-        preallocate=preallocate,
-    )
+    device = create_target(target, **wanted)
     try:
         trio.run(_format_new, device)
     except RetainzError:

@@ -16,7 +16,7 @@ from retainzfs.device.protocol import (
     Sums,
     ZoneReport,
 )
-from retainzfs.device.targets import create_target, is_memory, open_target
+from retainzfs.device.targets import Wanted, create_target, is_memory, open_target
 
 __all__ = [
     "BLOCK",
@@ -26,6 +26,7 @@ __all__ = [
     "Device",
     "Geometry",
     "Sums",
+    "Wanted",
     "ZoneReport",
     "create_target",
     "is_memory",

@@ -8,6 +8,7 @@ import secrets
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TypedDict
 
 from retainzfs._zio import Engine
 from retainzfs.device import contents
@@ -44,6 +45,18 @@ DEFAULT_MAX_ACTIVE = 14  # as common NVMe ZNS drives
 DEFAULT_MAX_OPEN = 8
 MIN_ACTIVE = 6  # journal 2, collection 1, and three kinds of data
 MIN_OPEN = 4
+
+
+class Wanted(TypedDict, total=False):
+    """How a target is to be formatted; see `create_target`."""
+
+    size: int | None
+    zone_size: int | None
+    zone_capacity: int | None
+    max_open: int | None
+    max_active: int | None
+    force: bool
+    preallocate: bool
 
 
 def is_memory(target: str) -> bool:
