@@ -306,3 +306,14 @@ async def test_a_save_that_met_a_full_device_costs_no_older_one() -> None:
         await volume.flush(ino)
         volume.close(ino)
         assert states(volume) == {1: "complete", 2: "incomplete"}
+
+
+async def test_a_reader_that_closes_completes_nothing() -> None:
+    async with mounted(await formatted(small_device())) as volume:
+        ino = (await volume.make(ROOT, b"step-1.msgpack", FILE, 0, 0)).ino
+        volume.open(ino)
+        await volume.write(ino, 0, b"x" * 5000)
+        await volume.flush(ino, wrote=False)
+        assert states(volume) == {1: "writing"}
+        await volume.flush(ino)
+        assert states(volume) == {1: "complete"}
