@@ -21,7 +21,6 @@ XATTR_CREATE = 1
 XATTR_REPLACE = 2
 NAME_MAX = 255
 VALUE_MAX = 64 << 10  # as Linux allows at most
-INODE_COST = 256  # bytes of metadata that a file takes on average; only statfs needs it
 
 
 def get(volume: Volume, inode: Inode, name: bytes) -> bytes:

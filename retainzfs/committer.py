@@ -67,6 +67,7 @@ class Committer:
         self._snapshot_wanted = False
         self._busy = trio.Lock()
         self._closed = False
+        self._late: list[trio.Event] = []
 
     # Queueing
 
@@ -112,13 +113,16 @@ class Committer:
         """Return when everything queued, and the bytes of these inodes, are durable."""
         if self.failed is not None:
             raise self.failed
-        assert not self._closed, "nothing is committed after the log has ended"
+        if self._closed:
+            raise errors.ReadOnly(self.journal.device.name, "it is being unmounted")
         done = trio.Event()
         self._waiting.append((list(inodes), done))
         self._wake.set()
         await done.wait()
         if self.failed is not None:
             raise self.failed
+        if done in self._late:
+            raise errors.ReadOnly(self.journal.device.name, "it is being unmounted")
 
     async def run(self) -> None:
         """Serve rounds until `close` or a failure."""
@@ -321,3 +325,6 @@ class Committer:
             await self.journal.flush()
             self._closed = True
             self._wake.set()
+            self._late = [done for _, done in self._waiting]  # they came behind the last round
+            for done in self._late:
+                done.set()

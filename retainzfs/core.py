@@ -143,8 +143,7 @@ class Core:
                 volume.discard(volume.namespace.get(ino))
             for generation in list(volume.namespace.generations):
                 ended = "the mount ended while it was being written"
-                for record in volume.retention.incomplete(generation, ended):
-                    volume.committer.log(record)
+                volume.committer.log_each(volume.retention.incomplete(generation, ended))
             if not recovered.clean:
                 await volume.committer.snapshot()
             nursery.start_soon(volume._serve)

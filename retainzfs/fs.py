@@ -321,9 +321,7 @@ class Filesystem(pyfuse3.Operations):
         if control.owns(fh):
             return
         file = self._files[fh]
-        # Only a generation's completeness depends on it; asking costs as much as a request.
-        asked = file.changed and self.volume.inode(file.ino).generation
-        killed = bool(asked) and _killed(file.opener)
+        killed = functools.partial(_killed, file.opener)
         await self.volume.flush(file.ino, wrote=file.changed, killed=killed)
         await self._expire_pages(file)
 

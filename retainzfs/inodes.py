@@ -79,7 +79,7 @@ class Inode:
         self.dirty = Spans()  # blocks whose extents the journal does not know yet
         self.shadow: list[Extent] = []
         self.known_content = b""  # `content` as the journal knows it
-        self.changed = 0  # sequence of the batch that holds, or will hold, its newest record
+        self.changed = 0  # the round that carries, or will carry, its newest record
         self.due_s = 0.0  # epoch by which a dirty inode is committed
         self.handles = 0
         self.lookups = 0

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from retainzfs import hints, layout
 from retainzfs.core import Core
+from retainzfs.errors import RetainzError
 from retainzfs.hints import FileClass
 from retainzfs.namespace import FSError, Inode
 
@@ -363,14 +364,17 @@ class Names(Core):
     async def _reap(self, generation: int) -> None:
         """Delete what the stream keeps no longer, once the generation that retires it is durable.
 
-        With a name of its own in the log (an open file keeps its bytes until it is closed).
+        An open file keeps its bytes until it is closed.
         """
-        await self.committer.commit()
-        for retired in self.retention.reapable(generation):
-            for parent, name in self.retention.names_of(retired):
-                log.info("reaping %s/%s", self.namespace.path(parent), os.fsdecode(name))
-                self.remove_tree(parent, name)
-                await self.reaped(parent, name)
+        try:
+            await self.committer.commit()
+            for retired in self.retention.reapable(generation):
+                for parent, name in self.retention.names_of(retired):
+                    log.info("reaping %s/%s", self.namespace.path(parent), os.fsdecode(name))
+                    self.remove_tree(parent, name)
+                    await self.reaped(parent, name)
+        except RetainzError as error:
+            log.warning("reaping is left to the next save: %s", error)
 
     async def reaped(self, parent: int, name: bytes) -> None:
         """A name is gone without anybody having asked; whoever caches names overrides this."""

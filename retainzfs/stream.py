@@ -310,11 +310,6 @@ class Stream:
             lane.working = True
             self.nursery.start_soon(self._work, lane)
 
-    def seal_idle(self) -> None:
-        """Seal every open run: what is staged should not wait for more."""
-        for opened in list(self._open.values()):
-            self.seal(opened)
-
     async def _work(self, lane: Lane) -> None:
         """Submit the lane's sealed runs in order, a few ahead of the device."""
         while lane.redo or lane.queue:

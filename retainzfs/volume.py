@@ -20,7 +20,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -48,9 +48,9 @@ WRITE_SLACK = 2 * BLOCK  # a write touches at most a partial block at either end
 CAPABILITY = b"security.capability"
 TIME_NS_MIN, TIME_NS_MAX = -(1 << 63), (1 << 63) - 1  # years 1677 to 2262, as the record holds
 TRACKER_READ = hints.markers.TRACKER_LENGTH_MAX + 1  # bytes of a tracker file that are looked at
-PROMISE_SLACK = (
-    16 * BLOCK
-)  # runs that are cut short at a drain or at a zone's end have trailers too
+# Runs that are cut short, at a drain or at a zone's end, have trailers too.
+PROMISE_SLACK = 16 * BLOCK
+INODE_COST = 256  # bytes of metadata that a file takes on average, for `statfs`
 RELATIME_NS = 24 * 3600 * 10**9
 
 
@@ -65,6 +65,10 @@ class StatFs:
     files: int
     files_free: int
     name_max: int = layout.NAME_MAX
+
+
+def _alive() -> bool:
+    return False  # not killed
 
 
 class Volume(Names):
@@ -100,7 +104,7 @@ class Volume(Names):
         room = self.lanes.room(Kind.UNHINTED)
         usable = room - room // layout.RUN_BLOCKS_MAX - PROMISE_SLACK
         files = len(self.namespace.inodes)
-        room = self.journal.zones * self.journal.capacity // 4 // attributes.INODE_COST
+        room = self.journal.zones * self.journal.capacity // 4 // INODE_COST
         return StatFs(
             BLOCK,
             capacity // BLOCK,
@@ -142,7 +146,7 @@ class Volume(Names):
             raise FSError(errno.EFBIG, self.path(ino))
         inode = self.namespace.get(ino)
         if inode.error is not None:
-            raise inode.error
+            raise inode.error.with_traceback(None)
         if not view:
             return 0
         async with self._locked_with_room(inode, len(view) + WRITE_SLACK):
@@ -198,18 +202,20 @@ class Volume(Names):
         if CAPABILITY in (inode.xattrs or {}):
             self.committer.log(layout.XattrRemovedRecord(inode.ino, CAPABILITY))
 
-    async def flush(self, ino: int, *, wrote: bool = True, killed: bool = False) -> None:
+    async def flush(
+        self, ino: int, *, wrote: bool = True, killed: Callable[[], bool] = _alive
+    ) -> None:
         """A descriptor was closed: durable where the class says so, and perhaps the end of a save.
 
         `wrote`: it was one that changed the file; a reader's close says nothing about a save.
-        `killed`: nobody closed it, its process was killed. A clean inode costs nothing. Raises the
-        error of a write that failed in the background.
+        `killed` tells, when asked, whether nobody closed it because its process was killed. A clean
+        inode costs nothing. Raises the error of a write that failed in the background.
         """
         inode = self.namespace.inodes.get(ino)
         if inode is None:
             return
         if inode.error is not None:
-            raise inode.error
+            raise inode.error.with_traceback(None)
         if not wrote:
             return
         if inode.judged != inode.writes:
@@ -227,7 +233,7 @@ class Volume(Names):
         if not self.committer.clean(inode):
             await self.committer.commit([inode])
         if inode.error is not None:
-            raise inode.error
+            raise inode.error.with_traceback(None)
 
     async def syncfs(self) -> None:
         self._check()
@@ -235,16 +241,16 @@ class Volume(Names):
         await self.committer.commit(dirty)
         for inode in dirty:
             if inode.error is not None:
-                raise inode.error
+                raise inode.error.with_traceback(None)
 
-    async def _judge(self, inode: Inode, *, killed: bool) -> None:
+    async def _judge(self, inode: Inode, *, killed: Callable[[], bool]) -> None:
         """Look for the evidence of completeness that a close gives."""
         if inode.nlink == 0 or not inode.is_file:
             return
         if not inode.generation:
             await self._follow_tracker(inode)
             return
-        if killed:
+        if killed():
             reason = "the process that was writing it was killed"
             self.committer.log_each(self.retention.incomplete(inode.generation, reason))
             return
@@ -380,8 +386,3 @@ class Volume(Names):
         """Reclaim now (`gc`)."""
         self._check()
         return await self.reclaim.collect()
-
-    def raise_failure(self) -> None:
-        """Raise what made the volume stop, if it did."""
-        if self.failed is not None:
-            raise errors.ReadOnly(self.device.name, self.failed)

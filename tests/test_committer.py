@@ -8,6 +8,7 @@ import pytest
 import trio
 import trio.testing
 
+from retainzfs.device.memory import MemoryDevice
 from retainzfs.errors import ReadOnly, RetainzError
 from retainzfs.layout import SizeRecord
 from retainzfs.volume import ROOT, Volume
@@ -140,3 +141,37 @@ async def test_a_record_of_an_unknown_inode_is_refused() -> None:
     async with mounted(device) as volume:
         with pytest.raises(ValueError, match="does not exist"):
             volume.committer.log(SizeRecord(999, 1))
+
+
+async def test_who_commits_while_the_log_ends_is_told(nursery: trio.Nursery) -> None:
+    """Neither hangs nor takes an answer for durable that is none."""
+    outcomes: list[str] = []
+    device = await formatted(small_device())
+
+    async def late(volume: Volume) -> None:
+        try:
+            await volume.committer.commit()
+            outcomes.append("durable")
+        except ReadOnly:
+            outcomes.append("refused")
+
+    class Ending(MemoryDevice):
+        """Somebody commits at each flush, the very last one included."""
+
+        volume: Volume | None = None
+
+        async def flush(self) -> None:
+            if self.volume is not None:
+                nursery.start_soon(late, self.volume)
+                await trio.testing.wait_all_tasks_blocked()
+            await super().flush()
+
+    ending = Ending(device.geometry)
+    ending.rules, ending._zones = device.rules, device._zones
+    with trio.fail_after(10):
+        async with mounted(ending) as volume:
+            await put(volume, ROOT, b"f", b"x" * 10_000)
+            ending.volume = volume
+        await trio.testing.wait_all_tasks_blocked()
+    assert outcomes[-1] == "refused"
+    assert set(outcomes) <= {"durable", "refused"}
