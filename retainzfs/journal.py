@@ -273,7 +273,7 @@ async def _check_headless(device: Device, known: set[int], uuid: bytes, sequence
             size = layout.batch_blocks(await window.read(at, BLOCK)) * BLOCK
             if not size or at + size > limit:
                 continue
-            decoded = layout.decode_batch(await window.read(at, size))
+            decoded = await window.batch(at, size)
             if decoded is not None and decoded[0].uuid == uuid and decoded[0].sequence > sequence:
                 raise errors.Damaged(
                     device.name,
@@ -314,11 +314,7 @@ async def _read_zone(
         size = blocks * BLOCK
         batch = None
         if blocks and at + size <= limit:
-            try:
-                decoded = layout.decode_batch(await window.read(at, size))
-            except ValueError as error:
-                where = f"metadata zone {zone}, byte {at}"
-                raise errors.Damaged(device.name, f"{where}: {error}") from error
+            decoded = await window.batch(at, size)
             if decoded is not None and decoded[0].uuid == uuid:
                 batch = Batch(decoded[0], bytes(decoded[1]))
         if batch is None:
@@ -358,6 +354,14 @@ class _Window:
             self.data = memoryview(await self.device.read(self.zone, at, want))
             self.base = at
         return self.data[at - self.base : at - self.base + length]
+
+    async def batch(self, at: int, size: int) -> tuple[BatchHeader, memoryview] | None:
+        """Return the batch that begins here, None when there is none. Raises Damaged."""
+        try:
+            return layout.decode_batch(await self.read(at, size))
+        except ValueError as error:
+            where = f"metadata zone {self.zone}, byte {at}"
+            raise errors.Damaged(self.device.name, f"{where}: {error}") from error
 
 
 def _select(name: str, replay: Replay, batches: list[Batch], begins: dict[int, int]) -> None:
