@@ -22,15 +22,15 @@ import trio
 from retainzfs import errors, layout
 from retainzfs.device import Device
 from retainzfs.journal import Journal
-from retainzfs.layout import BatchKind
+from retainzfs.layout import BLOCK, BatchKind
 from retainzfs.namespace import Inode, Namespace
 from retainzfs.stream import Stream
 
 METADATA_INTERVAL_S = 1.0  # queued records reach the log within this time
 DATA_INTERVAL_S = 5.0  # dirty data reach the device within this time, in every class
-QUEUE_BATCHES = 2  # so much is queued at most; snapshots come between rounds, not inside
 SLICE = 64 << 10  # bytes of snapshot between two rounds; a few milliseconds
-MAPS_A_BATCH = 512  # records of a large file that go out as one piece
+MAPS_A_BATCH = 256  # records of a large file that go out as one piece; they fit into any batch
+MEASURE = 1 / 8  # of a snapshot: with so much log behind it, another one may find less
 
 
 class Committer:
@@ -65,6 +65,9 @@ class Committer:
         self._snapshot: Iterator[layout.Record] | None = None
         self._snapshot_size = 0
         self._snapshot_wanted = False
+        self._grown = 0  # bytes by which the log since the newest snapshot may enlarge the next
+        self._shrunk = 0  # bytes that the next snapshot holds no more, about
+        self._before = (0, 0)  # those two when the snapshot that is being written began
         self._busy = trio.Lock()
         self._closed = False
         self._late: list[trio.Event] = []
@@ -74,6 +77,7 @@ class Committer:
     def log(self, *records: layout.Record) -> None:
         """Apply the records of one operation and queue them for the next round."""
         for record in records:
+            self._shrunk += _superseded(self.namespace, record)
             self.namespace.apply(record)
             if isinstance(record, layout.InodeRecord | layout.SizeRecord):
                 self.namespace.inodes[record.ino].changed = self.round
@@ -87,9 +91,36 @@ class Committer:
             self.log(record)
 
     @property
-    def crowded(self) -> bool:
-        """Whether so much is queued that callers should wait for a round."""
-        return self._queued > QUEUE_BATCHES * self.journal.batch_max
+    def _maps(self) -> int:
+        """Bytes of records for the extents that the journal does not know; each may split one."""
+        return 2 * layout.MAP_MAX * self.namespace.fresh
+
+    @property
+    def metadata(self) -> int:
+        """Bytes of records that a snapshot would take now, at most; exact just behind one."""
+        return self.journal.snapshot_size + self._grown + self._queued + self._maps
+
+    async def make_way(self) -> None:
+        """Return when little enough is queued for an operation to queue its records."""
+        if self._maps > self.journal.queue_max:
+            await self.commit(list(self.dirty.values()))
+        elif self._queued > self.journal.queue_max:
+            await self.commit()
+
+    async def admit_growth(self, share: float) -> None:
+        """Metadata is about to grow. Raises NoSpace beyond a share of the budget for it.
+
+        What was deleted counts until the next snapshot, so one is written where that may help.
+        """
+        limit = int(self.journal.budget * share)
+        if self.metadata <= limit:
+            return
+        if self._grown + self._shrunk > self.journal.snapshot_size * MEASURE:
+            self._snapshot_wanted = True
+            while self._snapshot_wanted or self.journal.snapshot_begun:
+                await self.commit()
+        if self.metadata > limit:
+            raise errors.NoSpace("the metadata zones are nearly full; delete files")
 
     def order(self, inode: Inode) -> None:
         """What is logged next becomes durable no sooner than the inode's bytes."""
@@ -142,6 +173,10 @@ class Committer:
             await self._round()
             if self.journal.due or self._snapshot_wanted or self._snapshot is not None:
                 await self._advance_snapshot()
+            if self.journal.tight(self.metadata):
+                self._snapshot_wanted |= self._snapshot is None
+                while self._snapshot_wanted or self._snapshot is not None:
+                    await self._advance_snapshot()
 
     def fail(self, error: errors.RetainzError) -> None:
         """Sticky: nothing is acknowledged from here on."""
@@ -199,6 +234,7 @@ class Committer:
             self._flushed = written
         for payload in self._batches(operations):
             await self.journal.append(BatchKind.LOG, payload, self.clock_s())
+            self._grown += len(payload)
         await self.journal.flush()
         self.durable_round = current
         self._durable()
@@ -239,6 +275,7 @@ class Committer:
 
     def _collect(self, inode: Inode) -> list[bytes]:
         records = list(self.namespace.collect(inode))
+        self._grown += layout.MAP_MAX * len(records)  # each may cut an extent in two
         inode.changed = self.round
         self.forget(inode)
         pieces = range(0, len(records), MAPS_A_BATCH)
@@ -271,6 +308,7 @@ class Committer:
         """Write the next slice; the last one makes the snapshot valid."""
         if self._snapshot is None:
             await self.journal.append(BatchKind.SNAPSHOT_BEGIN, b"", self.clock_s())
+            self._before = (self._grown, self._shrunk)
             self._snapshot = self._state()
             self._snapshot_size = 0
             self._snapshot_wanted = False
@@ -293,6 +331,8 @@ class Committer:
         await self.journal.append(BatchKind.SNAPSHOT_END, b"", self.clock_s())
         await self.journal.flush()
         self.journal.snapshot_complete(self._snapshot_size)
+        self._grown -= self._before[0]
+        self._shrunk -= self._before[1]
 
     def _state(self) -> Iterator[layout.Record]:
         """Yield every key as the journal knows it when its turn comes."""
@@ -328,3 +368,21 @@ class Committer:
             self._late = [done for _, done in self._waiting]  # they came behind the last round
             for done in self._late:
                 done.set()
+
+
+def _superseded(namespace: Namespace, record: layout.Record) -> int:
+    """Return about how many bytes of a snapshot the record makes unnecessary."""
+    if isinstance(record, layout.UnlinkRecord):
+        return len(record.name)
+    inode = namespace.inodes.get(getattr(record, "ino", 0))
+    if inode is None:
+        return 0
+    match record:
+        case layout.FreeRecord():
+            own = sum(len(value) for value in (inode.xattrs or {}).values())
+            return own + len(inode.content) + layout.MAP_MAX * (1 + len(inode.extents))
+        case layout.SizeRecord(_, size):
+            return layout.MAP_MAX * (len(inode.extents) - inode.find(-(-size // BLOCK)))
+        case layout.XattrRecord(_, name) | layout.XattrRemovedRecord(_, name):
+            return len((inode.xattrs or {}).get(name, b""))
+    return 0

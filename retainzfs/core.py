@@ -25,6 +25,9 @@ from retainzfs.zones import ZoneTable
 
 log = logging.getLogger(__name__)
 
+GROWTH = 7 / 8  # of the budget for metadata: files and their bytes
+RESERVE = 1.0  # longer names and policies, which a full filesystem still takes
+
 
 @dataclass(frozen=True)
 class Options:
@@ -195,13 +198,13 @@ class Core:
         if self.committer.failed is not None:
             raise errors.ReadOnly(self.device.name, self.committer.failed)
 
-    async def _admit(self, *, grows: bool = False) -> None:
+    async def _admit(self, growth: float | None = None) -> None:
         """An operation is about to queue records: wait while too many are queued.
 
-        With `grows` metadata will be more afterwards. Raises ReadOnly, NoSpace.
+        It may let metadata grow up to the share `growth` of the budget; None: it makes nothing
+        grow. Raises ReadOnly, NoSpace.
         """
         self._check()
-        if self.committer.crowded:
-            await self.committer.commit()
-        if grows and self.journal.crowded:
-            raise errors.NoSpace("the metadata zones are nearly full; delete files")
+        await self.committer.make_way()
+        if growth is not None:
+            await self.committer.admit_growth(growth)

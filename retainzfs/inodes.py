@@ -58,9 +58,9 @@ class Extent(NamedTuple):
 class Inode:
     __slots__ = (
         "atime_ns", "blocks", "changed", "content", "ctime_ns", "dirty", "due_s", "entries",
-        "error", "extents", "generation", "gid", "handles", "ino", "judged", "known_content",
-        "logged_size", "lookups", "mode", "mtime_ns", "name", "nlink", "parent", "rdev", "refused",
-        "shadow", "size", "stage", "uid", "writes", "xattrs",
+        "error", "extents", "fresh", "generation", "gid", "handles", "ino", "judged",
+        "known_content", "logged_size", "lookups", "mode", "mtime_ns", "name", "nlink", "parent",
+        "rdev", "refused", "shadow", "size", "stage", "uid", "writes", "xattrs",
     )  # fmt: skip
 
     def __init__(self, ino: int) -> None:
@@ -78,6 +78,7 @@ class Inode:
         self.logged_size = 0  # the size that the journal knows
         self.dirty = Spans()  # blocks whose extents the journal does not know yet
         self.shadow: list[Extent] = []
+        self.fresh = 0  # extents mapped since the last commit
         self.known_content = b""  # `content` as the journal knows it
         self.changed = 0  # the round that carries, or will carry, its newest record
         self.due_s = 0.0  # epoch by which a dirty inode is committed

@@ -11,6 +11,8 @@ Invariants
 - A zone is recycled only when it lies before the newest complete snapshot.
 - Nothing is appended behind a torn batch: after an unclean end the log goes on in a fresh zone.
 - A failed append or flush is final: the journal refuses everything from then on.
+- There is room for another snapshot, for the rounds beside it, and then a zone for the mount after a
+  crash: `budget` bounds the metadata, `tight` says when the next snapshot must be written at once.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from retainzfs.layout import BLOCK, BatchHeader, BatchKind, Superblock
 METADATA_ZONES_MIN = 4  # two for the newest snapshot and its log, two for the one being written
 METADATA_SHARE = 100  # one zone in so many holds metadata
 BATCH_MAX = 1 << 20  # records of one batch, bytes; bounds the memory and the time of one append
+BATCHES_A_ZONE = 8  # at least; what is left of a zone before the next one is less than a batch
 OF_SNAPSHOT = (BatchKind.SNAPSHOT_BEGIN, BatchKind.SNAPSHOT, BatchKind.SNAPSHOT_END)
 READ_CHUNK = 1 << 20  # bytes read at a time while replaying
 
@@ -64,7 +67,15 @@ class Journal:
         self.superblock = superblock
         self.zones = superblock.metadata_zones
         self.capacity = superblock.zone_capacity
-        self.batch_max = min(BATCH_MAX, self.capacity // 4)
+        self.batch_max = min(BATCH_MAX, self.capacity // BATCHES_A_ZONE)
+        self.queue_max = self.batch_max // 2  # bytes of records that may wait for a round
+        # What a round appends: the queue, maps of as many bytes, those of a zone that was moved.
+        self.round_max = 2 * self.queue_max + self.capacity // 16
+        self._usable = self.capacity - 2 * BLOCK - self.batch_max  # of a zone, surely
+        # Two snapshots and half as much log, beside the zone where the newest snapshot begins
+        # and the one that a crash may cost.
+        share = ((self.zones - 2) * self._usable - 3 * self.round_max) * 2 // 5
+        self.budget = unpadded(share)  # bytes of records that a snapshot may take
         self.epoch = 1
         self.sequence = 0  # of the newest batch
         self.durable = 0
@@ -88,11 +99,17 @@ class Journal:
         room = self.zones * self.capacity // 4
         return self.since_snapshot > min(room, max(4 * self.batch_max, 2 * self.snapshot_size))
 
+    def tight(self, size: int) -> bool:
+        """Whether a snapshot of `size` bytes of records must be written before any more log: there
+        is room for it, for the round that was just written, and for the one at its end."""
+        return self.since_snapshot > 0 and self._room < padded(size) + 2 * self.round_max
+
     @property
-    def crowded(self) -> bool:
-        """Whether metadata may grow no more: two snapshots and one log must fit."""
-        budget = self.zones * self.capacity // 4
-        return self.snapshot_size + min(self.since_snapshot, self.snapshot_size) > budget
+    def _room(self) -> int:
+        """Bytes that can surely be appended, and leave a zone for the mount after a crash."""
+        free = self.zones - sum(p >= self.snapshot_position for p in self.chain)
+        rest = 0 if self.torn else self.capacity - self.write_pointer - BLOCK - self.batch_max
+        return (free - 1) * self._usable + max(0, rest)
 
     async def append(self, kind: BatchKind, payload: bytes, clock_s: float) -> int:
         """Write one batch and return its sequence; it is durable after the next `flush`."""
@@ -192,6 +209,16 @@ class Journal:
         self.torn = not replay.clean
         self.snapshot_size = sum(len(b.payload) for b in replay.snapshot)
         self.since_snapshot = sum(len(b.payload) + BLOCK for b in replay.log)
+
+
+def padded(size: int) -> int:
+    """Return the bytes that a snapshot takes on the device; its batches are a quarter padding at
+    most."""
+    return size + size // 4 + 2 * BLOCK
+
+
+def unpadded(size: int) -> int:
+    return (size - 2 * BLOCK) * 4 // 5
 
 
 def aligned(data: bytes) -> memoryview:

@@ -248,6 +248,7 @@ _INODE = struct.Struct("<BQIIIIQqqqQQ")
 _SIZE = struct.Struct("<BQQ")
 _CONTENT = struct.Struct("<BQH")
 _MAP = struct.Struct("<BQQIIIIIHB")
+MAP_MAX = _MAP.size + 4 * INLINE_SUMS_MAX  # bytes of the longest MapRecord
 _FREE = struct.Struct("<BQ")
 _LINK = struct.Struct("<BQQB")
 _UNLINK = struct.Struct("<BQB")

@@ -9,7 +9,7 @@ import stat
 from collections.abc import Iterator
 
 from retainzfs import hints, layout
-from retainzfs.core import Core
+from retainzfs.core import GROWTH, RESERVE, Core
 from retainzfs.errors import RetainzError
 from retainzfs.hints import FileClass
 from retainzfs.namespace import FSError, Inode
@@ -37,7 +37,7 @@ class Names(Core):
         target: bytes = b"",
     ) -> Inode:
         """Create a file, directory, symbolic link (with `target`), fifo, socket or device node."""
-        await self._admit(grows=True)
+        await self._admit(GROWTH)
         directory = self._new_name(parent, name)
         if len(target) > layout.SYMLINK_MAX:
             raise FSError(errno.ENAMETOOLONG, os.fsdecode(name))
@@ -66,7 +66,7 @@ class Names(Core):
         return inode
 
     async def link(self, ino: int, parent: int, name: bytes) -> Inode:
-        await self._admit(grows=True)
+        await self._admit(GROWTH)
         directory = self._new_name(parent, name)
         inode = self.namespace.get(ino)
         if inode.is_dir:
@@ -155,7 +155,7 @@ class Names(Core):
     ) -> None:
         """Rename atomically. Durable on return inside streams and in class output; elsewhere the
         bytes of the source reach the log before the name does."""
-        await self._admit()
+        await self._admit(RESERVE if len(new_name) > len(name) else None)
         source = self.namespace.child(parent, name)
         target_ino = self.namespace.directory(new_parent).get(new_name)
         target = self.namespace.get(target_ino) if target_ino is not None else None

@@ -53,6 +53,7 @@ class Namespace:
         self.next_generation = 1
         self.next_order = 1
         self.version = 0  # of everything that a path or an inherited attribute depends on
+        self.fresh = 0  # extents that were mapped and that the journal does not know yet
         self.lenient = False  # replaying what a fuzzy snapshot may already have outlived
         self.ledger: Ledger | None = None
         self._apply = {
@@ -179,6 +180,7 @@ class Namespace:
         if inode is not None:
             self.drop(inode, 0, _FOREVER)
             self.drop_shadow(inode)
+            self.fresh -= inode.fresh
             del self.inodes[record.ino]
 
     def _link(self, record: layout.LinkRecord) -> None:
@@ -265,6 +267,8 @@ class Namespace:
             extents[at - 1] = last._replace(blocks=last.blocks + extent.blocks)
         else:
             extents.insert(at, extent)
+            inode.fresh += keep
+            self.fresh += keep
         inode.blocks += extent.blocks
 
     def drop(self, inode: Inode, start: int, end: int, *, keep: bool = False) -> None:
@@ -423,6 +427,8 @@ class Namespace:
                     yield layout.ContentRecord(inode.ino, inode.content)
         yield layout.SizeRecord(inode.ino, inode.size)
         inode.dirty = Spans()
+        self.fresh -= inode.fresh
+        inode.fresh = 0
         inode.known_content = inode.content
         inode.logged_size = inode.size
         self.drop_shadow(inode)

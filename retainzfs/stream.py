@@ -119,6 +119,8 @@ class Stream:
             content[offset:end] = data
             inode.content = bytes(content)
             inode.dirty.add(0, 1)
+            inode.fresh += 1
+            self.namespace.fresh += 1
             inode.size = max(inode.size, end)
             return
         if inode.content and inode.size and not self._mapped(inode, 0):

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from retainzfs import attributes, errors, generations, hints, layout, observe
-from retainzfs.core import Options
+from retainzfs.core import GROWTH, RESERVE, Options
 from retainzfs.layout import BLOCK
 from retainzfs.names import RENAME_EXCHANGE, RENAME_NOREPLACE, Names
 from retainzfs.namespace import ROOT, FSError, Inode
@@ -104,14 +104,15 @@ class Volume(Names):
         room = self.lanes.room(Kind.UNHINTED)
         usable = room - room // layout.RUN_BLOCKS_MAX - PROMISE_SLACK
         files = len(self.namespace.inodes)
-        room = self.journal.zones * self.journal.capacity // 4 // INODE_COST
+        left = int(self.journal.budget * GROWTH) - self.committer.metadata
+        files_free = max(0, left) // INODE_COST
         return StatFs(
             BLOCK,
             capacity // BLOCK,
             free // BLOCK,
             max(0, min(usable, free)) // BLOCK,
-            max(files, room),
-            max(0, room - files),
+            files + files_free,
+            files_free,
         )
 
     # Handles and bytes
@@ -163,7 +164,7 @@ class Volume(Names):
         """Hold the inode's lock, with room for so many bytes to be staged. Raises NoSpace."""
         lock = self.stream.stage(inode).lock
         try:
-            await self._admit(grows=True)
+            await self._admit(GROWTH)
             while True:
                 kind = self.lanes.hint(self.lane(inode)).kind
                 if not self.lanes.fits(kind, nbytes):
@@ -361,7 +362,7 @@ class Volume(Names):
 
     async def setxattr(self, ino: int, name: bytes, value: bytes, flags: int = 0) -> None:
         """Set an extended attribute; ours are checked and acted on (BadAttribute, NotYet)."""
-        await self._admit(grows=True)
+        await self._admit(RESERVE if hints.is_ours(name) else GROWTH)
         await attributes.set_(self, self.namespace.get(ino), name, value, flags)
 
     async def removexattr(self, ino: int, name: bytes) -> None:
