@@ -11,8 +11,8 @@ Invariants
 - A zone is recycled only when it lies before the newest complete snapshot.
 - Nothing is appended behind a torn batch: after an unclean end the log goes on in a fresh zone.
 - A failed append or flush is final: the journal refuses everything from then on.
-- There is room for another snapshot, for the rounds beside it, and then a zone for the mount after a
-  crash: `budget` bounds the metadata, `tight` says when the next snapshot must be written at once.
+- There is always room for another snapshot and the rounds beside it, and a zone more for the mount
+  after a crash. `budget` bounds the metadata, `tight` says when a snapshot can wait no longer.
 """
 
 from __future__ import annotations

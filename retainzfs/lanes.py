@@ -89,10 +89,10 @@ def stored(nbytes: int) -> int:
     return (blocks + -(-blocks // RUN_BLOCKS_MAX) + 1) * BLOCK
 
 
-def payload(tail_blocks: int) -> int:
-    """Return how many data blocks surely fit into a tail, in runs as long as may be."""
-    full, rest = divmod(tail_blocks, RUN_BLOCKS_MAX + 1)
-    return full * RUN_BLOCKS_MAX + max(0, rest - 1)
+def usable(tail: int) -> int:
+    """Return the blocks that runs can fill in a tail of so many bytes: one that is cut at the end
+    has a trailer more."""
+    return max(0, tail // BLOCK - 1)
 
 
 class Lanes:
@@ -119,7 +119,8 @@ class Lanes:
         self.staged: Callable[[], dict[Kind, int]] = dict  # bytes without a promise, by kind
         self.admitted = dict.fromkeys(Kind, 0)  # bytes of writes that are about to be staged
         self.plans = 0
-        self._payload = payload(table.capacity // BLOCK)
+        self._groups = sorted({table.group(kind) for kind in DATA_KINDS})
+        self._whole = usable(table.capacity)
         self._planning_ns = 0
         self._lock = trio.Lock()
         self._turns: dict[int, trio.Lock] = {}
@@ -156,12 +157,16 @@ class Lanes:
         self._changed = trio.Event()
 
     def fits(self, kind: Kind, nbytes: int) -> bool:
-        """Whether bytes may be staged: everything staged must have a place without any wait."""
+        """Whether bytes may be staged and go where they belong, all that is staged included."""
         waiting = self._waiting()
         fresh = self.table.empty_available
         if fresh > len(DATA_KINDS) + 2 * (sum(waiting.values()) + nbytes) // self.table.capacity:
             return True
-        return nbytes <= self.room(kind)
+        return stored(nbytes) <= self.room(kind) * BLOCK
+
+    def holds(self, nbytes: int) -> bool:
+        """Whether bytes may be staged: all that is staged has a place somewhere, without a wait."""
+        return stored(nbytes) <= self.spare() * BLOCK
 
     def _waiting(self) -> dict[Kind, int]:
         waiting = dict(self.staged())
@@ -170,8 +175,16 @@ class Lanes:
                 waiting[kind] = waiting.get(kind, 0) + nbytes
         return waiting
 
+    def spare(self) -> int:
+        """Return how many blocks, trailers included, the tails and the empty zones have beyond
+        what is staged, whatever the kind."""
+        tails = (z for g in self._groups for z in self.table.partial(g))
+        room = sum(usable(zone.tail) for zone in tails) + self.table.empty_available * self._whole
+        return room - sum(self._waiting().values()) // BLOCK
+
     def room(self, kind: Kind) -> int:
-        """Return how many bytes may be staged for a kind, beside what is staged already."""
+        """Return how many blocks a kind has in its own tails and in empty zones, beyond what is
+        staged of all kinds."""
         table = self.table
         waiting = self._waiting()
         mine = table.group(kind)
@@ -179,20 +192,15 @@ class Lanes:
         if table.active_data() >= table.limits.total:
             fresh -= 1  # opening a zone finishes another, and strands its tail
         left = 0
-        for group in {table.group(k) for k in DATA_KINDS}:
-            # A run may be cut at a zone's end, and each piece has a trailer.
-            runs = sum(-(-n // BLOCK // RUN_BLOCKS_MAX) + 1 for k, n in waiting.items()
-                       if table.group(k) is group)  # fmt: skip
-            staged = sum(n // BLOCK for k, n in waiting.items() if table.group(k) is group)
-            tails = sum(payload(zone.tail // BLOCK) for zone in table.partial(group))
-            over = staged + runs - tails
+        for group in self._groups:
+            staged = sum(n for k, n in waiting.items() if table.group(k) is group) // BLOCK
+            over = staged - sum(usable(zone.tail) for zone in table.partial(group))
             if over > 0:
-                fresh -= -(-over // self._payload)
-                over %= self._payload
-                left = (self._payload - over) % self._payload if group is mine else left
+                fresh -= -(-over // self._whole)
+                left = -over % self._whole if group is mine else left
             elif group is mine:
                 left = -over
-        return (left + fresh * self._payload) * BLOCK if fresh >= 0 else 0
+        return left + fresh * self._whole if fresh >= 0 else 0
 
     async def claim(self, lane: Lane, want: int) -> Place:
         """Promise the lane room for up to `want` data blocks. Raises NoSpace."""
@@ -262,7 +270,8 @@ class Lanes:
         return self._planning_ns / self.plans / 1000 if self.plans else None
 
     async def _fresh(self, kind: Kind, finish: int | None = None) -> Zone:
-        """Open an empty zone; at the limit of active zones, finish one for it."""
+        """Open an empty zone; at the limit of active zones, finish one for it. Raises NoSpace,
+        also when the tail of that one is needed for what is staged."""
         while True:
             zone = self.table.acquire(kind)
             if zone is not None:
@@ -275,6 +284,8 @@ class Lanes:
                 )
             if loser is None:
                 await self._changed.wait()
+            elif loser.partial and usable(loser.tail) > self.spare():
+                raise errors.NoSpace("what is staged needs the tails of the active zones")
             else:
                 await self.finish(loser)
 
@@ -291,18 +302,20 @@ class Lanes:
         self.changed()
 
     async def _last_resort(self, lane: Lane, hint: Hint) -> Zone:
-        """No plan: any tail, then the emergency zone. Bytes that were accepted are not dropped
-        for the sake of order. Raises NoSpace."""
+        """No plan: any tail, even of a dead zone, then the emergency zone. Bytes that were accepted
+        are not dropped for the sake of order. Raises NoSpace."""
         apart = {Kind.FINITE: Kind.ANCHOR, Kind.ANCHOR: Kind.FINITE}.get(hint.kind)
-        kinds = sorted(DATA_KINDS, key=lambda k: (k is not hint.kind, k is apart, k))
+        kinds: list[Kind] = [Kind.COLLECTION]
         if not lane.copies:
+            kinds = sorted(DATA_KINDS, key=lambda k: (k is not hint.kind, k is apart, k)) + kinds
+        while True:
             for kind in kinds:
-                for zone in self.table.partial(kind):
+                for zone in self.table.active(kind):
                     if zone.tail >= BLOCK:
                         return zone
-        for zone in self.table.active(Kind.COLLECTION):
-            if zone.tail >= BLOCK:
-                return zone
+            if lane.copies or not self.table.resetting():
+                break
+            await self._changed.wait()
         while True:
             zone_or_none = self.table.acquire(Kind.COLLECTION)
             if zone_or_none is not None:

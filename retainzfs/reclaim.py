@@ -16,7 +16,7 @@ import trio
 from retainzfs import errors, layout
 from retainzfs.committer import Committer
 from retainzfs.device import Device
-from retainzfs.lanes import Lane, Lanes, stored
+from retainzfs.lanes import Lane, Lanes, stored, usable
 from retainzfs.layout import BLOCK
 from retainzfs.namespace import Extent, Inode, Namespace
 from retainzfs.placement import FINISH_HORIZON
@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 
 SMALL = 8 * BLOCK  # keeps the score of a nearly dead zone finite
 GAIN_LEAST = 4 * BLOCK  # copying a zone for less would run in circles over trailers
+SETTLE = 3  # commits of everything before ENOSPC, since others go on writing meanwhile
 COPIES = -1000  # lane keys of collection, below those of the kinds
 
 
@@ -75,27 +76,29 @@ class Reclaim:
     async def make_room(self, kind: Kind, nbytes: int) -> None:
         """Return when `nbytes` may be staged for a kind of zone. Raises NoSpace.
 
-        First what is dead already, then copying; each step must gain something, so this ends.
+        First what is dead already, then copying; each step must gain something, so this ends. When
+        nothing more is to be gained the tails of other kinds have to do.
         """
         async with self._collecting:
-            committed = False
+            commits = 0
             while not self.lanes.fits(kind, nbytes):
                 if self.table.resettable(self.committer.round):
                     await self.committer.commit()
                     if await self.reset_dead():
                         continue
-                if self._hopeless(nbytes) or not await self._collect_one():
-                    if self.lanes.fits(kind, nbytes):
-                        return
-                    if not committed:
-                        # What was overwritten keeps its old bytes until its commit.
-                        committed = True
-                        await self.committer.commit(list(self.committer.dirty.values()))
-                        await self.reset_dead()
-                        continue
+                if not self._hopeless(nbytes) and await self._collect_one():
+                    continue
+                if self.lanes.holds(nbytes):
+                    return
+                if commits == SETTLE:
                     raise errors.NoSpace(
                         f"{nbytes} bytes wanted; delete files, or wait for generations to retire"
                     )
+                # What is overwritten keeps its old bytes until its commit, and a zone that is
+                # being written cannot be collected.
+                commits += 1
+                await self.committer.commit(list(self.committer.dirty.values()))
+                await self.reset_dead()
 
     def _hopeless(self, nbytes: int) -> bool:
         """Whether copying everything that can be copied would still not make room."""
@@ -130,6 +133,7 @@ class Reclaim:
         return max(zones, key=lambda z: (score(z), -z.index), default=None)
 
     def _candidates(self) -> list[Zone]:
+        spare = self.lanes.spare()
         return [
             zone
             for zone in self.table.zones
@@ -140,7 +144,7 @@ class Reclaim:
             and not zone.reserved
             and zone.live_bytes
             # To finish it strands its tail, which what is staged may count on.
-            and (not zone.active or self.lanes.room(zone.kind) >= zone.tail)
+            and (not zone.active or spare >= usable(zone.tail))
         ]
 
     async def _collect_one(self) -> bool:

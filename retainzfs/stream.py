@@ -101,10 +101,13 @@ class Stream:
         return inode.stage
 
     def staged(self) -> dict[Kind, int]:
-        """Return the bytes, by kind of zone, that have no place on the device yet."""
+        """Return the bytes, by kind of zone, that have no place on the device yet, trailers
+        included. Those of copies do not count: they go to a zone of their own."""
         staged: dict[Kind, int] = {}
         for opened in (*self._open.values(), *self._sealed):
-            held = sum(run.held for run in opened.waiting)
+            if opened.lane.copies:
+                continue
+            held = sum(run.held + (run.held > INLINE_SUMS_MAX) for run in opened.waiting)
             if held:
                 staged[opened.kind] = staged.get(opened.kind, 0) + held * BLOCK
         return staged

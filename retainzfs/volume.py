@@ -27,10 +27,10 @@ from typing import Any
 
 from retainzfs import attributes, errors, generations, hints, layout, observe
 from retainzfs.core import GROWTH, RESERVE, Options
+from retainzfs.lanes import stored
 from retainzfs.layout import BLOCK
 from retainzfs.names import RENAME_EXCHANGE, RENAME_NOREPLACE, Names
 from retainzfs.namespace import ROOT, FSError, Inode
-from retainzfs.zones import Kind
 
 __all__ = [
     "RENAME_EXCHANGE",
@@ -101,8 +101,8 @@ class Volume(Names):
         totals = self.table.totals
         capacity = sum(totals)
         free = capacity - totals.live - totals.pending - totals.lost
-        room = self.lanes.room(Kind.UNHINTED)
-        usable = room - room // layout.RUN_BLOCKS_MAX - PROMISE_SLACK
+        room = max(0, self.lanes.spare())
+        usable = (room - room // layout.RUN_BLOCKS_MAX) * BLOCK - PROMISE_SLACK
         files = len(self.namespace.inodes)
         left = int(self.journal.budget * GROWTH) - self.committer.metadata
         files_free = max(0, left) // INODE_COST
@@ -170,17 +170,18 @@ class Volume(Names):
                 if not self.lanes.fits(kind, nbytes):
                     await self.reclaim.make_room(kind, nbytes)
                 await lock.acquire()
-                if self.lanes.fits(kind, nbytes):
+                if self.lanes.fits(kind, nbytes) or self.lanes.holds(nbytes):
                     break
                 lock.release()
         except errors.NoSpace:
             inode.refused = True
             raise
-        self.lanes.admitted[kind] += nbytes  # staging awaits; nobody else may count on this room
+        room = stored(nbytes)
+        self.lanes.admitted[kind] += room  # staging awaits; nobody else may count on this
         try:
             yield
         finally:
-            self.lanes.admitted[kind] -= nbytes
+            self.lanes.admitted[kind] -= room
             lock.release()
 
     def _change(self, inode: Inode) -> None:

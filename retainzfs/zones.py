@@ -345,6 +345,10 @@ class ZoneTable:
         dead = (self.zones[index] for index in sorted(self._dead))
         return [z for z in dead if not (z.pins or z.sealed) and z.freed_at <= durable]
 
+    def resetting(self) -> bool:
+        """Whether a zone is dead and being reset."""
+        return any(self.zones[index].sealed for index in self._dead)
+
     def _data(self) -> list[Zone]:
         groups = sorted(set(self.limits.groups.values()))
         return [zone for group in groups for zone in self.active(group)]
