@@ -30,7 +30,7 @@ METADATA_INTERVAL_S = 1.0  # queued records reach the log within this time
 DATA_INTERVAL_S = 5.0  # dirty data reach the device within this time, in every class
 SLICE = 64 << 10  # bytes of snapshot between two rounds; a few milliseconds
 MAPS_A_BATCH = 256  # records of a large file that go out as one piece; they fit into any batch
-MEASURE = 1 / 8  # of a snapshot: with so much log behind it, another one may find less
+MEASURE = 1 / 16  # of a snapshot: with so much log behind it, another one may find less
 
 
 class Committer:
@@ -115,10 +115,11 @@ class Committer:
         limit = int(self.journal.budget * share)
         if self.metadata <= limit:
             return
-        if self._grown + self._shrunk > self.journal.snapshot_size * MEASURE:
+        known = self.journal.snapshot_size
+        if self.metadata - known + self._shrunk > known * MEASURE:
             self._snapshot_wanted = True
             while self._snapshot_wanted or self.journal.snapshot_begun:
-                await self.commit()
+                await self.commit(list(self.dirty.values()))
         if self.metadata > limit:
             raise errors.NoSpace("the metadata zones are nearly full; delete files")
 

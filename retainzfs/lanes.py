@@ -118,6 +118,8 @@ class Lanes:
         self.lanes: dict[int, Lane] = {}
         self.staged: Callable[[], dict[Kind, int]] = dict  # bytes without a promise, by kind
         self.admitted = dict.fromkeys(Kind, 0)  # bytes of writes that are about to be staged
+        self.copying = False  # collection is at work, and the tail of its zone is its own
+        self.emergencies = 0  # writes that found no other zone than the emergency zone
         self.plans = 0
         self._groups = sorted({table.group(kind) for kind in DATA_KINDS})
         self._whole = usable(table.capacity)
@@ -178,7 +180,10 @@ class Lanes:
     def spare(self) -> int:
         """Return how many blocks, trailers included, the tails and the empty zones have beyond
         what is staged, whatever the kind."""
-        tails = (z for g in self._groups for z in self.table.partial(g))
+        groups = list(self._groups)
+        if self.table.empty and not self.copying:
+            groups.append(Kind.COLLECTION)  # the next copies have the emergency zone
+        tails = (zone for group in groups for zone in self.table.partial(group))
         room = sum(usable(zone.tail) for zone in tails) + self.table.empty_available * self._whole
         return room - sum(self._waiting().values()) // BLOCK
 
@@ -221,7 +226,8 @@ class Lanes:
         if lane.zone is None:
             return None
         zone = self.table[lane.zone]
-        if zone.tail < BLOCK:
+        adopted = lane.copies and zone.kind is not Kind.COLLECTION  # its tail is the writers' now
+        if zone.tail < BLOCK or adopted:
             lane.zone = None
             return None
         return zone
@@ -319,6 +325,8 @@ class Lanes:
         while True:
             zone_or_none = self.table.acquire(Kind.COLLECTION)
             if zone_or_none is not None:
+                self.table.lent |= lane.copies
+                self.emergencies += not lane.copies
                 return zone_or_none
             full = self.table.active(Kind.COLLECTION)
             await self.finish(full[0])

@@ -51,6 +51,8 @@ class Reclaim:
         self.resets = 0
         self.collections = 0
         self.copied = 0  # bytes
+        # Zone → its resets and live bytes when something in it could not be moved: damaged bytes.
+        self._stubborn: dict[int, tuple[int, int]] = {}
         self._resetting = trio.Lock()
         self._collecting = trio.Lock()
 
@@ -76,8 +78,8 @@ class Reclaim:
     async def make_room(self, kind: Kind, nbytes: int) -> None:
         """Return when `nbytes` may be staged for a kind of zone. Raises NoSpace.
 
-        First what is dead already, then copying; each step must gain something, so this ends. When
-        nothing more is to be gained the tails of other kinds have to do.
+        First what is dead already, then copying; each step gains something or rules a zone out, so
+        this ends. When nothing more is to be gained the tails of other kinds have to do.
         """
         async with self._collecting:
             commits = 0
@@ -143,17 +145,27 @@ class Reclaim:
             and zone.state in (State.FULL, State.CLOSED, State.OPEN)
             and not zone.reserved
             and zone.live_bytes
+            and self._stubborn.get(zone.index) != (zone.epoch, zone.live_bytes)
             # To finish it strands its tail, which what is staged may count on.
             and (not zone.active or spare >= usable(zone.tail))
         ]
 
     async def _collect_one(self) -> bool:
-        """Empty the best victim; False when there is none that gains space."""
-        victim = self._victim()
-        if victim is None:
-            return False
-        if not self._has_destination(victim):
-            return False
+        """Try to empty the best victim; False when there is none that gains space."""
+        self.lanes.copying = True
+        try:
+            if self.lanes.spare() < 0:
+                # Some of what is staged counts on the tail that the copies are about to take.
+                await self.committer.commit(list(self.committer.dirty.values()))
+            victim = self._victim()
+            if victim is None or not self._has_destination(victim):
+                return False
+            await self._empty(victim)
+        finally:
+            self.lanes.copying = self.table.lent = False
+        return True
+
+    async def _empty(self, victim: Zone) -> None:
         epoch = victim.epoch
         if victim.active:
             # Its own tail is no destination, and the copies may need its slot.
@@ -169,7 +181,8 @@ class Reclaim:
                 await self._reset([victim])
         await self.reset_dead()
         self._adopt(kind)
-        return victim.dead or victim.epoch != epoch
+        if victim.epoch == epoch and victim.live_bytes:
+            self._stubborn[victim.index] = (epoch, victim.live_bytes)
 
     @staticmethod
     def _gain(zone: Zone) -> int:

@@ -237,6 +237,7 @@ class ZoneTable:
         self._active: dict[Kind, set[int]] = {kind: set() for kind in Kind}
         self._dead: set[int] = set()
         self.totals = Totals(free=len(self._empty) * capacity)
+        self.lent = False  # the emergency zone is in use; what is being collected will replace it
         self._uses = 0
 
     def __getitem__(self, index: int) -> Zone:
@@ -277,8 +278,8 @@ class ZoneTable:
 
     @property
     def empty_available(self) -> int:
-        """Empty zones that data may take: all but the emergency zone."""
-        return max(0, len(self._empty) - EMERGENCY_ZONES)
+        """Empty zones that data may take: all but the emergency zone, unless collection has that."""
+        return max(0, len(self._empty) - (0 if self.lent else EMERGENCY_ZONES))
 
     def group(self, kind: Kind) -> Kind:
         """The kind whose zones `kind` uses under this device's limits."""
