@@ -100,6 +100,11 @@ class Committer:
         """Bytes of records that a snapshot would take now, at most; exact just behind one."""
         return self.journal.snapshot_size + self._grown + self._queued + self._maps
 
+    def growth_left(self, share: float) -> int:
+        """Return by how many bytes metadata can grow within a share of its budget."""
+        most = self.metadata + self.journal.snapshot_size * MEASURE
+        return max(0, int(self.journal.budget * share - most))
+
     async def make_way(self) -> None:
         """Return when little enough is queued for an operation to queue its records."""
         if self._maps > self.journal.queue_max:

@@ -104,8 +104,7 @@ class Volume(Names):
         room = max(0, self.lanes.spare())
         usable = (room - room // layout.RUN_BLOCKS_MAX) * BLOCK - PROMISE_SLACK
         files = len(self.namespace.inodes)
-        left = int(self.journal.budget * GROWTH) - self.committer.metadata
-        files_free = max(0, left) // INODE_COST
+        files_free = self.committer.growth_left(GROWTH) // INODE_COST
         return StatFs(
             BLOCK,
             capacity // BLOCK,

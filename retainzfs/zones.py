@@ -278,7 +278,8 @@ class ZoneTable:
 
     @property
     def empty_available(self) -> int:
-        """Empty zones that data may take: all but the emergency zone, unless collection has that."""
+        """Empty zones that data may take: all but the emergency zone, if collection has not that
+        one already."""
         return max(0, len(self._empty) - (0 if self.lent else EMERGENCY_ZONES))
 
     def group(self, kind: Kind) -> Kind:
