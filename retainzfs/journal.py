@@ -28,7 +28,8 @@ from retainzfs.layout import BLOCK, BatchHeader, BatchKind, Superblock
 METADATA_ZONES_MIN = 4  # two for the newest snapshot and its log, two for the one being written
 METADATA_SHARE = 100  # one zone in so many holds metadata
 BATCH_MAX = 1 << 20  # records of one batch, bytes; bounds the memory and the time of one append
-BATCHES_A_ZONE = 8  # at least; what is left of a zone before the next one is less than a batch
+BATCH_MIN = 32 << 10  # but a batch must hold any operation
+BATCHES_A_ZONE = 16  # what is left of a zone before the next one is less than a batch
 OF_SNAPSHOT = (BatchKind.SNAPSHOT_BEGIN, BatchKind.SNAPSHOT, BatchKind.SNAPSHOT_END)
 READ_CHUNK = 1 << 20  # bytes read at a time while replaying
 
@@ -67,7 +68,7 @@ class Journal:
         self.superblock = superblock
         self.zones = superblock.metadata_zones
         self.capacity = superblock.zone_capacity
-        self.batch_max = min(BATCH_MAX, self.capacity // BATCHES_A_ZONE)
+        self.batch_max = max(BATCH_MIN, min(BATCH_MAX, self.capacity // BATCHES_A_ZONE))
         self.queue_max = self.batch_max // 2  # bytes of records that may wait for a round
         # What a round appends: the queue, maps of as many bytes, those of a zone that was moved.
         self.round_max = 2 * self.queue_max + self.capacity // 16

@@ -290,7 +290,7 @@ class Lanes:
                 )
             if loser is None:
                 await self._changed.wait()
-            elif loser.partial and usable(loser.tail) > self.spare():
+            elif self.spare() < (usable(loser.tail) if loser.partial else 0):
                 raise errors.NoSpace("what is staged needs the tails of the active zones")
             else:
                 await self.finish(loser)

@@ -104,12 +104,13 @@ class Stream:
         """Return the bytes, by kind of zone, that have no place on the device yet, trailers
         included. Those of copies do not count: they go to a zone of their own."""
         staged: dict[Kind, int] = {}
-        for opened in (*self._open.values(), *self._sealed):
-            if opened.lane.copies:
-                continue
-            held = sum(run.held + (run.held > INLINE_SUMS_MAX) for run in opened.waiting)
-            if held:
-                staged[opened.kind] = staged.get(opened.kind, 0) + held * BLOCK
+        # What nobody holds any more is dropped when a run is sealed, and not later.
+        held = [(opened, opened.run.held) for opened in self._open.values()]
+        held += [(opened, run.length) for opened in self._sealed for run in opened.waiting]
+        for opened, blocks in held:
+            if blocks and not opened.lane.copies:
+                nbytes = (blocks + (blocks > INLINE_SUMS_MAX)) * BLOCK
+                staged[opened.kind] = staged.get(opened.kind, 0) + nbytes
         return staged
 
     # Writing; the caller holds the inode's lock
