@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 SMALL = 8 * BLOCK  # keeps the score of a nearly dead zone finite
 GAIN_LEAST = 4 * BLOCK  # copying a zone for less would run in circles over trailers
-SETTLE = 3  # commits of everything before ENOSPC, since others go on writing meanwhile
+SETTLE = 3  # commits before one gives up, since others go on writing meanwhile
 COPIES = -1000  # lane keys of collection, below those of the kinds
 
 
@@ -175,11 +175,11 @@ class Reclaim:
         moved = await self._move_all(victim, lane)
         self.collections += 1
         await self.committer.commit(moved)
-        async with self._resetting:
-            durable = victim.freed_at <= self.committer.durable_round
-            if victim.dead and durable and not victim.pins:
-                await self._reset([victim])
-        await self.reset_dead()
+        for _ in range(SETTLE):
+            await self.reset_dead()
+            if victim.epoch != epoch or not victim.dead:
+                break
+            await self.committer.commit()  # the last of it was freed meanwhile, or is being read
         self._adopt(kind)
         if victim.epoch == epoch and victim.live_bytes:
             self._stubborn[victim.index] = (epoch, victim.live_bytes)

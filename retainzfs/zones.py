@@ -455,6 +455,7 @@ class ZoneTable:
             zone.state, zone.sealed, zone.kind = State.EMPTY, False, Kind.UNHINTED
             zone.write_pointer = zone.freed_at = 0
             zone.epoch += 1
+        self.lent = False  # the emergency zone is the first to be replaced
 
     # Live bytes
 
