@@ -47,8 +47,8 @@ class Lane:
     """`key` is a generation (> 0) or a kind of data without one (-kind)."""
 
     __slots__ = (
-        "closed", "copies", "key", "kind", "open", "placed", "queue", "redo", "room", "steps",
-        "working", "zone",
+        "closed", "copies", "epoch", "key", "kind", "open", "placed", "queue", "redo", "room",
+        "steps", "working", "zone",
     )  # fmt: skip
 
     def __init__(self, key: int, kind: Kind, *, copies: bool = False) -> None:
@@ -61,6 +61,7 @@ class Lane:
         self.room = trio.Semaphore(IN_FLIGHT)  # appends submitted and not ended
         self.working = False
         self.zone: int | None = None  # the zone being filled
+        self.epoch = 0  # its resets when the lane took it
         self.steps: deque[placement.Step] = deque()
         self.placed = 0  # bytes of the lane that have a zone
         self.closed = False  # its generation is complete
@@ -220,17 +221,25 @@ class Lanes:
             nbytes = (blocks + (blocks > INLINE_SUMS_MAX)) * BLOCK
             self.table.reserve(zone, nbytes)
             lane.placed += nbytes
+            if zone.kind is Kind.COLLECTION and not lane.copies:
+                lane.zone = None  # a last resort, each time anew
             return Place(zone, start, blocks)
 
     def _current(self, lane: Lane) -> Zone | None:
         if lane.zone is None:
             return None
         zone = self.table[lane.zone]
+        reset = zone.epoch != lane.epoch
         adopted = lane.copies and zone.kind is not Kind.COLLECTION  # its tail is the writers' now
-        if zone.tail < BLOCK or adopted:
+        if zone.tail < BLOCK or reset or adopted:
             lane.zone = None
             return None
         return zone
+
+    @staticmethod
+    def _fill(lane: Lane, zone: Zone) -> None:
+        """The lane goes on in this zone."""
+        lane.zone, lane.epoch = zone.index, zone.epoch
 
     async def _advance(self, lane: Lane, need: int) -> None:
         """Give the lane its next zone."""
@@ -239,22 +248,22 @@ class Lanes:
         if not lane.steps and not lane.copies:
             self._plan(lane, hint, need)
         if not lane.steps:
-            lane.zone = (await self._last_resort(lane, hint)).index
+            self._fill(lane, await self._last_resort(lane, hint))
             return
         step = lane.steps.popleft()
         if step.zone is not None:
             zone = self.table[step.zone]
             usable = zone.tail >= BLOCK and zone.kind is self.table.group(hint.kind)
             if usable:
-                lane.zone = zone.index
+                self._fill(lane, zone)
             else:
                 lane.steps.clear()
             return
         try:
-            lane.zone = (await self._fresh(hint.kind, step.finish)).index
+            self._fill(lane, await self._fresh(hint.kind, step.finish))
         except errors.NoSpace:
             lane.steps.clear()
-            lane.zone = (await self._last_resort(lane, hint)).index
+            self._fill(lane, await self._last_resort(lane, hint))
 
     def _plan(self, lane: Lane, hint: Hint, need: int) -> None:
         started = time.perf_counter_ns()

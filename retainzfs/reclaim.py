@@ -17,7 +17,7 @@ from retainzfs import errors, layout
 from retainzfs.committer import Committer
 from retainzfs.device import Device
 from retainzfs.lanes import Lane, Lanes, stored, usable
-from retainzfs.layout import BLOCK
+from retainzfs.layout import BLOCK, INLINE_SUMS_MAX, RUN_BLOCKS_MAX
 from retainzfs.namespace import Extent, Inode, Namespace
 from retainzfs.placement import FINISH_HORIZON
 from retainzfs.stream import Stream
@@ -132,7 +132,8 @@ class Reclaim:
             return (zone.capacity - zone.live_bytes) * span / (zone.live_bytes + SMALL)
 
         zones = [zone for zone in self._candidates() if self._gain(zone) >= GAIN_LEAST]
-        return max(zones, key=lambda z: (score(z), -z.index), default=None)
+        zones.sort(key=lambda zone: (-score(zone), zone.index))
+        return next((zone for zone in zones if self._has_destination(zone)), None)
 
     def _candidates(self) -> list[Zone]:
         spare = self.lanes.spare()
@@ -158,7 +159,7 @@ class Reclaim:
                 # Some of what is staged counts on the tail that the copies are about to take.
                 await self.committer.commit(list(self.committer.dirty.values()))
             victim = self._victim()
-            if victim is None or not self._has_destination(victim):
+            if victim is None:
                 return False
             await self._empty(victim)
         finally:
@@ -203,8 +204,18 @@ class Reclaim:
                 self.table.adopt(zone, kind)
 
     def _has_destination(self, victim: Zone) -> bool:
-        room = sum(zone.tail for zone in self.table.active(Kind.COLLECTION))
-        return self.table.empty > 0 or room >= stored(victim.live_bytes)
+        """Whether all copies have a place; else the emergency zone would be lost to some of them.
+
+        Every file may get a run of its own, with a trailer.
+        """
+        runs = self.namespace.runs.get(victim.index, {}).values()
+        files = len({ino for run in runs for ino in run.owners})
+        blocks = victim.live_bytes // BLOCK
+        trailers = min(files, blocks // INLINE_SUMS_MAX) + blocks // RUN_BLOCKS_MAX + 1
+        room = sum(usable(zone.tail) for zone in self.table.active(Kind.COLLECTION))
+        if self.table.empty:
+            room += self.table.capacity // BLOCK
+        return blocks + trailers <= room
 
     async def _move_all(self, victim: Zone, lane: Lane) -> list[Inode]:
         moved: dict[int, Inode] = {}

@@ -112,7 +112,7 @@ SHAPES = st.builds(
     Shape,
     zones=st.sampled_from([16, 19, 24, 32]),
     active=st.sampled_from([6, 8, 14]),
-    capacity=st.sampled_from([ZONE, ZONE * 3 // 4]),
+    capacity=st.sampled_from([ZONE, ZONE * 15 // 16]),
 )
 MIXES = st.sampled_from(
     [(1, 4, 1, 1, 0.4), (6, 1, 1, 1, 0.4), (1, 1, 6, 1, 0.3), (1, 1, 1, 0, 0.8), (2, 2, 2, 2, 0.2)]
