@@ -34,6 +34,11 @@ class Run:
         """Blocks on the device, trailer included."""
         return self.length + (self.length > layout.INLINE_SUMS_MAX)
 
+    @property
+    def single(self) -> bool:
+        """Whether its blocks are not held more often than they are there."""
+        return self.held <= self.length
+
     def __repr__(self) -> str:
         return f"Run(zone={self.zone}, start={self.start}, length={self.length})"
 

@@ -36,9 +36,8 @@ class Reader:
         skip = offset - first * BLOCK
         extents = list(inode.spans(first, last))
         if any(e.run.failed for e in extents):
-            raise FSError(
-                errno.EIO, self.namespace.path(inode.ino), "its bytes could not be written"
-            )
+            what = "its bytes could not be written, or are lost"
+            raise FSError(errno.EIO, self.namespace.path(inode.ino), what)
         if (
             len(extents) == 1
             and extents[0].blocks == last - first

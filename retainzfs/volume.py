@@ -43,7 +43,6 @@ __all__ = [
     "Volume",
 ]
 
-FILE_SIZE_MAX = 1 << 60  # block numbers stay far from 64 bits
 WRITE_SLACK = 2 * BLOCK  # a write touches at most a partial block at either end
 CAPABILITY = b"security.capability"
 TIME_NS_MIN, TIME_NS_MAX = -(1 << 63), (1 << 63) - 1  # years 1677 to 2262, as the record holds
@@ -142,7 +141,7 @@ class Volume(Names):
         """
         self._check()
         view = memoryview(data)
-        if offset + len(view) > FILE_SIZE_MAX:
+        if offset + len(view) > layout.FILE_SIZE_MAX:
             raise FSError(errno.EFBIG, self.path(ino))
         inode = self.namespace.get(ino)
         if inode.error is not None:
@@ -323,7 +322,7 @@ class Volume(Names):
             raise FSError(errno.EISDIR, self.path(inode.ino))
         if not inode.is_file:
             raise FSError(errno.EINVAL, self.path(inode.ino))
-        if size > FILE_SIZE_MAX:
+        if size > layout.FILE_SIZE_MAX:
             raise FSError(errno.EFBIG, self.path(inode.ino))
         if size > inode.size:
             async with self._locked_with_room(inode, WRITE_SLACK):
