@@ -129,26 +129,44 @@ class Names(Core):
         top = self.namespace.child(parent, name)
         below = list(self._below(top))
         if len(below) > TREE_MAX:
-            for child, _ in self.entries(top.ino):
-                self.remove_tree(top.ino, child)
+            below.reverse()  # what is in a directory before the directory
+            below.sort(key=lambda found: not (found[0].is_file and hints.is_marker(found[2])))
+            for part in below:
+                self._remove([part])
             below = []
+        self._remove([(top, parent, name), *below])
+
+    def _remove(self, found: list[tuple[Inode, int, bytes]]) -> None:
+        """Remove names, and what has no other, as one operation; the first one holds the rest."""
         now = self.options.wall_ns()
+        top, parent, name = found[0]
         records: list[layout.Record] = [
             layout.UnlinkRecord(parent, name),
             self._touched(self.namespace.get(parent), now, links=-int(top.is_dir)),
         ]
+        # A directory that somebody has open stays; nobody finds in it what is gone.
+        records += [
+            layout.UnlinkRecord(directory, below)
+            for _, directory, below in found[1:]
+            if self.namespace.get(directory).handles
+        ]
         names: dict[int, int] = {}
-        for ino in [top.ino, *below]:
-            names[ino] = names.get(ino, 0) + 1
+        for inode, _, _ in found:
+            names[inode.ino] = names.get(inode.ino, 0) + 1
         for ino, count in names.items():
-            inode = self.namespace.get(ino)
-            records += self._unlinked(inode, now, count)
+            records += self._unlinked(self.namespace.get(ino), now, count)
         self.committer.log(*records)
 
-    def _below(self, inode: Inode) -> Iterator[int]:
-        for ino in (inode.entries or {}).values():
-            yield ino
-            yield from self._below(self.namespace.get(ino))
+    def _below(self, top: Inode) -> Iterator[tuple[Inode, int, bytes]]:
+        """Yield (inode, directory, name) for every name below, a directory before its names."""
+        waiting = [top]
+        while waiting:
+            directory = waiting.pop()
+            for name, ino in list((directory.entries or {}).items()):
+                inode = self.namespace.get(ino)
+                yield inode, directory.ino, name
+                if inode.entries:
+                    waiting.append(inode)
 
     async def rename(
         self, parent: int, name: bytes, new_parent: int, new_name: bytes, flags: int = 0
@@ -195,6 +213,8 @@ class Names(Core):
         flags: int,
     ) -> None:
         where = os.fsdecode(new_name)
+        if not self.namespace.get(new_parent).nlink:
+            raise FSError(errno.ENOENT, where, "its directory was removed")
         if flags & ~(RENAME_NOREPLACE | RENAME_EXCHANGE):
             raise FSError(errno.EINVAL, where, f"unknown rename flags {flags:#x}")
         if len(new_name) > layout.NAME_MAX:
@@ -347,10 +367,8 @@ class Names(Core):
             self.completed(self.retention.known(*new))
 
     def _files(self, inode: Inode, parent: int, name: bytes) -> Iterator[tuple[Inode, int, bytes]]:
-        if inode.is_file:
-            yield inode, parent, name
-        for child_name, ino in list((inode.entries or {}).items()):
-            yield from self._files(self.namespace.get(ino), inode.ino, child_name)
+        found = ((inode, parent, name), *self._below(inode))
+        return (one for one in found if one[0].is_file)
 
     def completed(self, generation: int) -> None:
         """Evidence says that a generation is complete; the next round makes that durable."""
