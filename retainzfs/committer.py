@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import trio
 
-from retainzfs import errors, layout
+from retainzfs import errors, failpoints, layout
 from retainzfs.device import Device
 from retainzfs.journal import Journal
 from retainzfs.layout import BatchKind
@@ -193,13 +193,17 @@ class Committer:
         current = self.round
         self.round += 1
         self.rounds += 1
+        failpoints.reach("commit-drained")
         if self.stream.written != self._flushed:
             written = self.stream.written
             await self.device.flush()
             self._flushed = written
+            failpoints.reach("commit-flushed")
         for payload in self._batches(operations):
             await self.journal.append(BatchKind.LOG, payload, self.clock_s())
+        failpoints.reach("commit-logged")
         await self.journal.flush()
+        failpoints.reach("commit-durable")
         self.durable_round = current
         self._durable()
 
@@ -271,6 +275,7 @@ class Committer:
         """Write the next slice; the last one makes the snapshot valid."""
         if self._snapshot is None:
             await self.journal.append(BatchKind.SNAPSHOT_BEGIN, b"", self.clock_s())
+            failpoints.reach("snapshot-begun")
             self._snapshot = self._state()
             self._snapshot_size = 0
             self._snapshot_wanted = False
@@ -285,6 +290,7 @@ class Committer:
         if pieces:
             await self.journal.append(BatchKind.SNAPSHOT, b"".join(pieces), self.clock_s())
             self._snapshot_size += size
+            failpoints.reach("snapshot-sliced")
             self._wake.set()
             return
         self._snapshot = None
@@ -292,6 +298,7 @@ class Committer:
         await self._round()
         await self.journal.append(BatchKind.SNAPSHOT_END, b"", self.clock_s())
         await self.journal.flush()
+        failpoints.reach("snapshot-ended")
         self.journal.snapshot_complete(self._snapshot_size)
 
     def _state(self) -> Iterator[layout.Record]:

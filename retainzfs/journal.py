@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from retainzfs import errors, layout
+from retainzfs import errors, failpoints, layout
 from retainzfs._zio import Slot
 from retainzfs.device import Condition, Device
 from retainzfs.layout import BLOCK, BatchHeader, BatchKind, Superblock
@@ -148,8 +148,10 @@ class Journal:
             await self.flush()
             if self.write_pointer < self.capacity:
                 await self.device.finish(self.chain[self.position])
+            failpoints.reach("switch-finished")
         zone = self._free_zone()
         await self.device.reset([zone])
+        failpoints.reach("switch-reset")
         self.chain = {p: z for p, z in self.chain.items() if z != zone}
         self.position += 1
         self.chain[self.position] = zone
@@ -161,6 +163,7 @@ class Journal:
             snapshot_position=self.snapshot_position,
         )
         await self._write(self.superblock.encode())
+        failpoints.reach("switch-written")
         # So that batches without a superblock before them can only be damage.
         await self.device.flush()
 

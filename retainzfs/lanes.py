@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import trio
 
-from retainzfs import errors, placement
+from retainzfs import errors, failpoints, placement
 from retainzfs.device import Device
 from retainzfs.layout import BLOCK, INLINE_SUMS_MAX, RUN_BLOCKS_MAX
 from retainzfs.zones import Kind, Zone, ZoneTable
@@ -286,7 +286,9 @@ class Lanes:
                 await self._changed.wait()
             if not zone.active:
                 return
+            failpoints.reach("finish-before")
             await self.device.finish(zone.index)
+            failpoints.reach("finish-after")
             self.table.finish(zone)
         self.changed()
 

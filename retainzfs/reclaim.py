@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import trio
 
-from retainzfs import errors, layout
+from retainzfs import errors, failpoints, layout
 from retainzfs.committer import Committer
 from retainzfs.device import Device
 from retainzfs.lanes import Lane, Lanes, stored
@@ -64,7 +64,9 @@ class Reclaim:
         return len(zones)
 
     async def _reset(self, zones: list[Zone]) -> None:
+        failpoints.reach("reset-before")
         await self.device.reset([zone.index for zone in zones])
+        failpoints.reach("reset-after")
         for zone in zones:
             self.table.reset(zone)
             self.namespace.runs.pop(zone.index, None)
@@ -157,8 +159,10 @@ class Reclaim:
         kind = victim.kind
         lane = self.lanes.lane(COPIES - victim.kind, victim.kind, copies=True)
         moved = await self._move_all(victim, lane)
+        failpoints.reach("relocate-staged")
         self.collections += 1
         await self.committer.commit(moved)
+        failpoints.reach("relocate-committed")
         async with self._resetting:
             durable = victim.freed_at <= self.committer.durable_round
             if victim.dead and durable and not victim.pins:
