@@ -353,9 +353,12 @@ class Names(Core):
             yield from self._files(self.namespace.get(ino), inode.ino, child_name)
 
     def completed(self, generation: int) -> None:
-        """Evidence says that a generation is complete; the next round makes that durable."""
+        """Evidence says that a generation is complete; the next round makes that durable, no sooner
+        than the bytes of its files: a crash must not leave a torn one that counts."""
         records = self.retention.complete(generation)
         if records:
+            for ino in self.retention.members.get(generation, set()) & self.committer.dirty.keys():
+                self.committer.order(self.namespace.get(ino))
             self.committer.log_each(records)
             self.lanes.close(generation)
             if self.retention.reapable(generation):
