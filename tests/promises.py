@@ -40,8 +40,9 @@ class Record:
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         self._root = root
 
-    def doubt(self, path: Path) -> None:
-        self.note("doubt", *self._piece(path, None, None), ABSENT)
+    def doubt(self, path: Path, data: bytes | None = None, offset: int | None = None) -> None:
+        """Of the data only the length counts."""
+        self.note("doubt", *self._piece(path, data, offset), ABSENT)
 
     def will(self, path: Path, data: bytes | None, offset: int | None = None) -> None:
         """None for the data: there will be no such file."""

@@ -19,14 +19,17 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from torch.distributed import checkpoint
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from tests.promises import Record
 
 SEED: Final = 20
 WIDTH: Final = 48
+KEPT: Final = 2  # saves
+FILES: Final = ("__0_0.distcp", ".metadata")  # of a save
 PAGE: Final = 4096
 TABLE_PAGES: Final = 48  # of the file that is rewritten in pieces
 DISCONNECTED: Final = 7  # exit code: the mount is dead
@@ -51,7 +54,7 @@ class Trainer:
         data = torch.randn(16, WIDTH)
         loss = (self.model(data) - data.roll(1)).square().mean()
         self.optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         self.optimizer.step()
         self.step += 1
         return [self.step, loss.item().hex(), self.checksum()]
@@ -74,11 +77,11 @@ class Trainer:
         return {"model": model, "optimizer": optimizer, "rng": generator, "step": self.step}
 
     def save(self, directory: Path) -> None:
-        checkpoint.save(self._state(), checkpoint_id=directory)
+        save(self._state(), checkpoint_id=directory)
 
     def load(self, directory: Path) -> None:
         state = self._state()
-        checkpoint.load(state, checkpoint_id=directory)
+        load(state, checkpoint_id=directory)
         set_state_dict(
             self.model,
             self.optimizer,
@@ -102,9 +105,9 @@ class Job:
         """Go on behind the newest whole save and take so many steps."""
         self._set_up()
         trainer = Trainer()
-        saves = {int(p.parent.name[5:]): p.parent for p in self.run.glob("step-*/.metadata")}
+        saves = [path for path in self.run.iterdir() if (path / ".metadata").exists()]
         if saves:
-            trainer.load(saves[max(saves)])
+            trainer.load(max(saves, key=_number))
         self.record.note("restored", trainer.step)
         for _ in range(steps):
             self.record.note("step", *trainer.train())
@@ -119,7 +122,7 @@ class Job:
     def _set_up(self) -> None:
         for name in ("run", "kept", "results", "cache"):
             (self.root / name).mkdir(exist_ok=True)
-        os.setxattr(self.run, "user.retainz.keep_last", b"2")
+        os.setxattr(self.run, "user.retainz.keep_last", b"%d" % KEPT)
         os.setxattr(self.run, "user.retainz.reap", b"1")
         os.setxattr(self.root / "kept", "user.retainz.anchor", b"1")
         os.setxattr(self.root / "results", "user.retainz.class", b"output")
@@ -127,16 +130,14 @@ class Job:
 
     def _save(self, trainer: Trainer) -> None:
         directory = self.run / f"step-{trainer.step}"
-        for path in self._retiring(trainer.step):
-            self.record.will(path, None)
+        for other in self.run.iterdir():
+            if _number(other) <= trainer.step - KEPT:  # deleted once this save is complete
+                for name in FILES:
+                    self.record.will(other / name, None)
         trainer.save(directory)
-        for path in sorted(directory.iterdir()):
-            self.record.did(path, path.read_bytes())
+        for name in FILES:
+            self.record.did(directory / name, (directory / name).read_bytes())
         self.record.note("saved", trainer.step)
-
-    def _retiring(self, step: int) -> list[Path]:
-        """The files that may be deleted once the save of this step is complete."""
-        return sorted((self.run / f"step-{step - 2}").glob("*")) if step > 2 else []
 
     def _log(self, step: int) -> None:
         path = self.root / "train.log"
@@ -197,6 +198,10 @@ class Job:
         fd = os.open(path, os.O_RDONLY)
         os.fsync(fd)
         os.close(fd)
+
+
+def _number(save: Path) -> int:
+    return int(save.name.removeprefix("step-"))
 
 
 def _work(root: Path, record: Path, steps: int) -> int:
