@@ -113,10 +113,10 @@ def go_on(live: Live, jobs: Jobs, record: Path) -> None:
     history.read(record)
     live.mount()
     assert history.compare() == []
-    for directory in (live.path / "run").glob("*"):
-        files = {piece.path for piece in history.allowed if Path(piece.path).parent == directory}
+    for save in (live.path / "run").iterdir():
+        files = [p.path for p in history.allowed if (live.path / p.path).parent == save]
         there = [path for path in files if (live.path / path).exists()]
-        assert len(there) in (0, len(files)), f"{directory} was deleted in part"
+        assert there in ([], files), f"{save} was deleted in part"
     saved = max((step for (step,) in noted(history, "saved")), default=0)
     before = noted(history, "step")
     assert before == jobs.undisturbed[: len(before)], "the job itself is not repeatable"
