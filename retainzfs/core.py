@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Self
 
@@ -117,7 +117,13 @@ class Core:
         )
         self.namespace.ledger = Accounts(self.table, lambda: self.committer.round)
         self.reclaim = Reclaim(
-            device, self.lanes, self.stream, self.namespace, self.committer, self.now_s
+            device,
+            self.lanes,
+            self.stream,
+            self.namespace,
+            self.committer,
+            self.now_s,
+            self.kept,
         )
         self.logical = 0  # bytes that programs wrote
         self.failure_event = trio.Event()
@@ -170,16 +176,43 @@ class Core:
 
     def lane(self, inode: Inode) -> Lane:
         """Return the lane that an inode's next bytes take."""
-        if inode.generation:
+        if inode.generation in self.namespace.generations:
             return self.lanes.lane(inode.generation)
         kind = self.retention.kind_of(inode)
         return self.lanes.lane(-int(kind), kind)
 
+    def open(self, ino: int) -> None:
+        self.namespace.get(ino).handles += 1
+
+    def close(self, ino: int) -> None:
+        inode = self.namespace.get(ino)
+        inode.handles -= 1
+        assert inode.handles >= 0, "an inode is closed as often as it was opened"
+        if inode.handles == 0 and inode.nlink == 0:
+            self.discard(inode)
+
+    @contextmanager
+    def kept(self, inode: Inode) -> Iterator[None]:
+        """Whoever awaits in the middle of changing an inode holds it open meanwhile, so that the
+        last name going does not free it."""
+        self.open(inode.ino)
+        try:
+            yield
+        finally:
+            self.close(inode.ino)
+
     def discard(self, inode: Inode) -> None:
         """The last name and the last handle are gone."""
-        records = self.retention.left(inode.generation, inode.ino)
+        records = self.left(inode)
         self.committer.forget(inode)
         self.committer.log(layout.FreeRecord(inode.ino), *records)
+
+    def left(self, inode: Inode) -> list[layout.Record]:
+        """Return the records of an inode that leaves its generation; the last one ends it."""
+        records = self.retention.left(inode.generation, inode.ino)
+        if records:
+            self.lanes.close(inode.generation)
+        return records
 
     def _now_durable(self) -> None:
         if self.table.resettable(self.committer.durable_round):

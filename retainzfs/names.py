@@ -156,23 +156,15 @@ class Names(Core):
         """Rename atomically. Durable on return inside streams and in class output; elsewhere the
         bytes of the source reach the log before the name does."""
         await self._admit()
-        source = self.namespace.child(parent, name)
-        target_ino = self.namespace.directory(new_parent).get(new_name)
-        target = self.namespace.get(target_ino) if target_ino is not None else None
-        self._check_rename(source, target, parent, new_parent, new_name, flags)
-        if source is target or (parent, name) == (new_parent, new_name):
-            return
+        ends = (parent, name, new_parent, new_name, flags)
+        source, target = self._ends(*ends)
         durable = self.syncs(source) or self._syncs_at(new_parent, new_name)
-        below = self._dirty_below(source)
-        if durable and below:
+        if durable and source is not target and (below := self._dirty_below(source)):
             await self.committer.commit(below)
-            # The drain gave others their turn: look again.
-            source = self.namespace.child(parent, name)
-            target_ino = self.namespace.directory(new_parent).get(new_name)
-            target = self.namespace.get(target_ino) if target_ino is not None else None
-            self._check_rename(source, target, parent, new_parent, new_name, flags)
-            below = self._dirty_below(source)
-        for inode in below:
+            source, target = self._ends(*ends)  # others had their turn
+        if source is target:
+            return
+        for inode in self._dirty_below(source):
             self.committer.order(inode)
         if flags & RENAME_EXCHANGE:
             assert target is not None, "an exchange was checked to have both names"
@@ -184,6 +176,16 @@ class Names(Core):
             self._regroup(target, (new_parent, new_name), (parent, name))
         if durable:
             await self.committer.commit()
+
+    def _ends(
+        self, parent: int, name: bytes, new_parent: int, new_name: bytes, flags: int
+    ) -> tuple[Inode, Inode | None]:
+        """Return what a rename moves and what it meets. Raises FSError when it may not."""
+        source = self.namespace.child(parent, name)
+        ino = self.namespace.directory(new_parent).get(new_name)
+        target = self.namespace.get(ino) if ino is not None else None
+        self._check_rename(source, target, parent, new_parent, new_name, flags)
+        return source, target
 
     def _check_rename(
         self,
@@ -199,6 +201,8 @@ class Names(Core):
             raise FSError(errno.EINVAL, where, f"unknown rename flags {flags:#x}")
         if len(new_name) > layout.NAME_MAX:
             raise FSError(errno.ENAMETOOLONG, where)
+        if self.namespace.get(new_parent).nlink == 0:
+            raise FSError(errno.ENOENT, where, "its directory was removed")
         if flags & RENAME_NOREPLACE and target is not None:
             raise FSError(errno.EEXIST, where)
         if flags & RENAME_EXCHANGE and target is None:
@@ -290,7 +294,7 @@ class Names(Core):
             self.committer.forget(inode)
             records.append(layout.FreeRecord(inode.ino))
         if left == 0:
-            records += self.retention.left(inode.generation, inode.ino)
+            records += self.left(inode)
         return records
 
     def syncs(self, inode: Inode) -> bool:
@@ -334,7 +338,7 @@ class Names(Core):
             generation, records = self.retention.assign(parent, name, again=False)
             if generation == inode.generation:
                 continue
-            left = self.retention.left(inode.generation, inode.ino)
+            left = self.left(inode)
             described = self.namespace.describe(inode)._replace(generation=generation)
             self.committer.log(*records, described, *left)
             self.retention.joined(inode)
@@ -353,9 +357,12 @@ class Names(Core):
             yield from self._files(self.namespace.get(ino), inode.ino, child_name)
 
     def completed(self, generation: int) -> None:
-        """Evidence says that a generation is complete; the next round makes that durable."""
+        """Evidence says that a generation is complete; the next round makes that durable, and
+        before it every byte of the generation."""
         records = self.retention.complete(generation)
         if records:
+            for ino in self.retention.members.get(generation, set()) & self.committer.dirty.keys():
+                self.committer.order(self.namespace.get(ino))
             self.committer.log_each(records)
             self.lanes.close(generation)
             if self.retention.reapable(generation):
@@ -368,13 +375,18 @@ class Names(Core):
         """
         try:
             await self.committer.commit()
-            for retired in self.retention.reapable(generation):
-                for parent, name in self.retention.names_of(retired):
-                    log.info("reaping %s/%s", self.namespace.path(parent), os.fsdecode(name))
-                    self.remove_tree(parent, name)
-                    await self.reaped(parent, name)
+            # Asked anew each time: who awaits may find that a name is another's, or kept after all.
+            while (first := next(self._retired(generation), None)) is not None:
+                parent, name = first
+                log.info("reaping %s/%s", self.namespace.path(parent), os.fsdecode(name))
+                self.remove_tree(parent, name)
+                await self.reaped(parent, name)
         except RetainzError as error:
             log.warning("reaping is left to the next save: %s", error)
+
+    def _retired(self, generation: int) -> Iterator[tuple[int, bytes]]:
+        for retired in self.retention.reapable(generation):
+            yield from self.retention.names_of(retired)
 
     async def reaped(self, parent: int, name: bytes) -> None:
         """A name is gone without anybody having asked; whoever caches names overrides this."""

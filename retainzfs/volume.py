@@ -116,16 +116,6 @@ class Volume(Names):
 
     # Handles and bytes
 
-    def open(self, ino: int) -> None:
-        self.namespace.get(ino).handles += 1
-
-    def close(self, ino: int) -> None:
-        inode = self.namespace.get(ino)
-        inode.handles -= 1
-        assert inode.handles >= 0, "an inode is closed as often as it was opened"
-        if inode.handles == 0 and inode.nlink == 0:
-            self.discard(inode)
-
     async def read(self, ino: int, offset: int, size: int) -> memoryview:
         """Return up to `size` bytes. Raises FSError(EIO) where the stored bytes are damaged."""
         inode = self.namespace.get(ino)
@@ -149,12 +139,16 @@ class Volume(Names):
             raise inode.error.with_traceback(None)
         if not view:
             return 0
-        async with self._locked_with_room(inode, len(view) + WRITE_SLACK):
-            inode.mtime_ns = inode.ctime_ns = self.options.wall_ns()
-            if inode.mode & (stat.S_ISUID | stat.S_ISGID) or inode.xattrs:
-                self._drop_privileges(inode)
-            self._change(inode)
-            await self.stream.write(inode, offset, view, self.lane(inode))
+        with self.kept(inode):
+            async with self._locked_with_room(inode, len(view) + WRITE_SLACK):
+                inode.mtime_ns = inode.ctime_ns = self.options.wall_ns()
+                if inode.mode & (stat.S_ISUID | stat.S_ISGID) or inode.xattrs:
+                    self._drop_privileges(inode)
+                self._change(inode)
+                try:
+                    await self.stream.write(inode, offset, view, self.lane(inode))
+                finally:
+                    inode.writes += 1  # a copy made meanwhile is neither the old nor the new
         self.logical += len(view)
         return len(view)
 
@@ -165,13 +159,12 @@ class Volume(Names):
         try:
             await self._admit(grows=True)
             while True:
-                kind = self.lanes.hint(self.lane(inode)).kind
-                if not self.lanes.fits(kind, nbytes):
-                    await self.reclaim.make_room(kind, nbytes)
                 await lock.acquire()
+                kind = self.lanes.hint(self.lane(inode)).kind  # a rename may have changed it
                 if self.lanes.fits(kind, nbytes):
                     break
                 lock.release()
+                await self.reclaim.make_room(kind, nbytes)
         except errors.NoSpace:
             inode.refused = True
             raise
@@ -270,6 +263,9 @@ class Volume(Names):
         tail = bytes(await self.reader.read(inode, start, hints.TAIL_BYTES))
         finding = hints.examine(names[-1], inode.size, head, tail)
         failed = inode.error is not None or inode.refused
+        now = self.retention.context(inode.parent, inode.name).match
+        if inode.judged != inode.writes or not inode.nlink or now != context.match:
+            return  # it changed while it was read: its next close, or its new name, judges it
         stem = context.match.stem
         whole, reason = self.retention.judge(inode, stem, finding, failed=failed)
         if whole:
@@ -302,10 +298,13 @@ class Volume(Names):
     ) -> Inode:
         await self._admit()
         inode = self.namespace.get(ino)
-        now = self.options.wall_ns()
         if size is not None:
-            await self._resize(inode, size)
-            mtime_ns = now if mtime_ns is None else mtime_ns
+            with self.kept(inode):
+                await self._resize(inode, size)
+            inode = self.namespace.get(ino)
+        now = self.options.wall_ns()
+        if size is not None and mtime_ns is None:
+            mtime_ns = now
         record = self.namespace.describe(inode)
         changes = {"uid": uid, "gid": gid, "atime_ns": atime_ns, "mtime_ns": mtime_ns}
         fields = {name: value for name, value in changes.items() if value is not None}
@@ -325,16 +324,17 @@ class Volume(Names):
             raise FSError(errno.EINVAL, self.path(inode.ino))
         if size > FILE_SIZE_MAX:
             raise FSError(errno.EFBIG, self.path(inode.ino))
-        if size > inode.size:
-            async with self._locked_with_room(inode, WRITE_SLACK):
-                await self._set_size(inode, size)
-        else:
+        if size <= inode.size:
             async with self.stream.stage(inode).lock:
-                await self._set_size(inode, size)
+                if size <= inode.size:
+                    await self._set_size(inode, size)
+                    return
+        if inode.error is not None and size:
+            raise inode.error.with_traceback(None)
+        async with self._locked_with_room(inode, WRITE_SLACK):
+            await self._set_size(inode, size)
 
     async def _set_size(self, inode: Inode, size: int) -> None:
-        if inode.ino not in self.namespace.inodes:
-            raise FSError(errno.ENOENT, f"inode {inode.ino}")
         self._change(inode)
         if size < inode.size:
             self._shrink(inode, size)
