@@ -375,8 +375,9 @@ class Names(Core):
         """
         try:
             await self.committer.commit()
-            # Asked anew each time: who awaits may find that a name is another's, or kept after all.
-            while (first := next(self._retired(generation), None)) is not None:
+            due = frozenset(self.retention.reapable(generation))
+            # Asked anew each time: meanwhile a name may be another's, or a generation kept.
+            while (first := next(self._retired(generation, due), None)) is not None:
                 parent, name = first
                 log.info("reaping %s/%s", self.namespace.path(parent), os.fsdecode(name))
                 self.remove_tree(parent, name)
@@ -384,9 +385,10 @@ class Names(Core):
         except RetainzError as error:
             log.warning("reaping is left to the next save: %s", error)
 
-    def _retired(self, generation: int) -> Iterator[tuple[int, bytes]]:
+    def _retired(self, generation: int, due: frozenset[int]) -> Iterator[tuple[int, bytes]]:
         for retired in self.retention.reapable(generation):
-            yield from self.retention.names_of(retired)
+            if retired in due:
+                yield from self.retention.names_of(retired)
 
     async def reaped(self, parent: int, name: bytes) -> None:
         """A name is gone without anybody having asked; whoever caches names overrides this."""
