@@ -156,6 +156,8 @@ class Core:
             await volume.reclaim.reset_dead()
             yield volume
             if volume.failed is None:
+                for inode in [i for i in volume.namespace.inodes.values() if not i.nlink]:
+                    volume.discard(inode)  # nobody can use it any more
                 await volume.committer.close()
             else:
                 nursery.cancel_scope.cancel()
@@ -188,7 +190,15 @@ class Core:
         inode = self.namespace.get(ino)
         inode.handles -= 1
         assert inode.handles >= 0, "an inode is closed as often as it was opened"
-        if inode.handles == 0 and inode.nlink == 0:
+        if inode.nlink == 0 and not inode.in_use:
+            self.discard(inode)
+
+    def forget(self, ino: int, count: int) -> None:
+        """So many lookups of an inode are not remembered any more."""
+        inode = self.namespace.get(ino)
+        inode.lookups -= count
+        assert inode.lookups >= 0, "an inode is forgotten as often as it was looked up"
+        if inode.nlink == 0 and not inode.in_use:
             self.discard(inode)
 
     @contextmanager
@@ -202,7 +212,7 @@ class Core:
             self.close(inode.ino)
 
     def discard(self, inode: Inode) -> None:
-        """The last name and the last handle are gone."""
+        """The last name is gone, and nobody uses the inode."""
         records = self.left(inode)
         self.committer.forget(inode)
         self.committer.log(layout.FreeRecord(inode.ino), *records)

@@ -144,11 +144,11 @@ class Filesystem(pyfuse3.Operations):
 
     async def forget(self, inode_list: Sequence[tuple[int, int]]) -> None:
         for ino, count in inode_list:
-            inode = self.volume.namespace.inodes.get(ino)
-            if inode is not None:
-                inode.lookups -= count
-            if inode is None or inode.lookups <= 0:
+            if control.owns(ino):
+                continue
+            if self.volume.inode(ino).lookups == count:
                 self._pages.pop(ino, None)
+            self.volume.forget(ino, count)
 
     @answers
     async def getattr(self, ino: int, ctx: RequestContext) -> EntryAttributes:

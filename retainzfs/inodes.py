@@ -91,6 +91,12 @@ class Inode:
         self.stage: object = None  # the stream's own
 
     @property
+    def in_use(self) -> bool:
+        """Whether its bytes are needed even without a name. The kernel may open what it looked up
+        after the name went to another inode; until it forgets, the old one is there."""
+        return bool(self.handles or self.lookups)
+
+    @property
     def is_dir(self) -> bool:
         return stat.S_ISDIR(self.mode)
 

@@ -286,11 +286,11 @@ class Names(Core):
 
     def _unlinked(self, inode: Inode, now_ns: int, names: int = 1) -> list[layout.Record]:
         """Return the records for a name less; the last one takes the bytes along, unless the
-        inode is open."""
+        inode is in use."""
         left = 0 if inode.is_dir else inode.nlink - names
         record = self.namespace.describe(inode)._replace(nlink=left, ctime_ns=now_ns)
         records: list[layout.Record] = [record]
-        if left == 0 and inode.handles == 0:
+        if left == 0 and not inode.in_use:
             self.committer.forget(inode)
             records.append(layout.FreeRecord(inode.ino))
         if left == 0:

@@ -11,6 +11,7 @@ from tests import model as m
 from tests.helpers import (
     CrashingDevice,
     PowerCut,
+    check_quiescent,
     content,
     formatted,
     mounted,
@@ -42,6 +43,7 @@ async def test_random_operations_survive_remounts(seed: int) -> None:
             for _ in range(60):
                 await m.step(volume, model, rng)
             await check_tree(volume, model.files)
+            await check_quiescent(volume)
     async with mounted(device) as volume:
         await check_tree(volume, model.files)
 
@@ -83,6 +85,7 @@ async def test_power_cut_keeps_what_was_acknowledged(seed: int) -> None:
             ino = (await volume.make(ROOT, b"after", 0o100644, 0, 0)).ino
             await volume.write(ino, 0, b"x" * 100_000)
             await volume.fsync(ino)
+            await check_quiescent(volume)
         async with mounted(survivor) as volume:
             assert await content(volume, volume.lookup(ROOT, b"after").ino) == b"x" * 100_000
 
@@ -168,3 +171,4 @@ async def test_one_power_cut_after_another(seed: int) -> None:
             held = {(e.run.zone, e.run.start) for i in volume.namespace.inodes.values()
                     for e in i.extents if e.run.zone >= 0}  # fmt: skip
             assert held <= kept, "collection does not know of all bytes"
+            await check_quiescent(volume)
