@@ -1,12 +1,26 @@
 """The volume: POSIX operations over the namespace, the stream and the journal. No FUSE here.
 
 Concurrency contract
-- One trio task at a time runs; code between two awaits is atomic. Every operation changes the
-  namespace in one such piece, and queues the records of that change in the same piece.
-- The bytes of an inode are guarded by its lock: writers, truncation, collection and the committer
-  hold it across awaits. The order is: room first, then the lock; the committer takes the locks of
-  several inodes in the order of their numbers. Nobody waits for a commit while holding a lock.
-- Readers take no lock; they pin the zones that they read from.
+- One trio task at a time runs; code between two awaits is atomic. An operation on names or
+  attributes checks, changes the namespace and queues its records in one such piece. One that must
+  await in its middle (a durable rename, reaping, judging a closed file) looks again afterwards:
+  names may lead elsewhere by then, and a generation may be another's.
+- An inode lives while it has a name, an open handle, or a lookup that the kernel remembers; who
+  awaits in the middle of changing one holds it open himself (`kept`).
+- The bytes and the size of an inode change only under its lock, which a write, a truncation,
+  collection and the round that makes them durable hold across awaits. Nobody else sees a
+  difference when collection moves bytes. While a writer waits for the lock, or for room, anything
+  may change but that the inode is there: size, bytes, name, generation. What depends on these is
+  looked up under the lock.
+- A write is atomic block by block, not as a whole: it becomes visible from its first block to its
+  last, and the size grows along. Appends are put in order by the kernel.
+- Readers take no lock. In one piece a read takes the size, copies what is staged, and pins the
+  zones of the rest. So each block of it is what the file held at some time of the read, whatever
+  is written, truncated, removed or moved meanwhile; two blocks may be of different times.
+- Who waits for what, from the outside in: collection's lock, a round, inodes' locks, staging
+  memory, the lanes' lock, a zone's turn. The holder of one waits only for those behind it. Only the
+  round holds several inodes' locks, and there is one at a time. A zone's turn lets one command at
+  a time to the zone: append, close, finish, reset.
 
 Ordering invariants
 - An acknowledged `fsync`, durable `close` or durable `rename` is in the log, behind the flush of

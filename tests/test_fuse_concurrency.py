@@ -171,9 +171,7 @@ def forget_pages(fd: int, mapped: mmap.mmap) -> None:
 
 
 @pytest.mark.parametrize("flags", [mmap.MAP_SHARED, mmap.MAP_PRIVATE], ids=["shared", "private"])
-def test_maps_and_reads_outlive_relocation(
-    place: Path, busy: Threads, flags: mmap.MapFlags
-) -> None:
+def test_maps_and_reads_outlive_relocation(place: Path, busy: Threads, flags: int) -> None:
     """Many threads fault one map at random while the file moves."""
     data = noise(3 * MIB + 1000)
     path = place / "file"
