@@ -104,6 +104,7 @@ class Core:
             self.retention.unit_s,
         )
         self.reader = Reader(device, self.table, self.namespace)
+        self.reader.left = self.lanes.changed
         self.stream = Stream(device, self.lanes, self.reader, self.uuid, nursery, pool=options.pool)
         self.lanes.staged = self.stream.staged
         self.committer = Committer(

@@ -152,9 +152,13 @@ class Lanes:
         return Hint(lane.kind, math.inf, 0)
 
     def changed(self) -> None:
-        """Zones filled, were finished or reset: who waits for one looks again."""
+        """Zones filled, were finished, reset or read to the end: who waits for one looks again."""
         self._changed.set()
         self._changed = trio.Event()
+
+    async def change(self) -> None:
+        """Return when zones have changed."""
+        await self._changed.wait()
 
     def fits(self, kind: Kind, nbytes: int) -> bool:
         """Whether bytes may be staged: everything staged must have a place without any wait."""

@@ -111,7 +111,6 @@ class Names(Core):
             self._touched(self.namespace.get(parent), now, links=-1),
             *self._unlinked(inode, now),
         )
-        self.retention.forget(inode)
 
     def entries(self, ino: int) -> list[tuple[bytes, int]]:
         """Return the names of a directory, completion markers first.
@@ -288,6 +287,8 @@ class Names(Core):
         """Return the records for a name less; the last one takes the bytes along, unless the
         inode is in use."""
         left = 0 if inode.is_dir else inode.nlink - names
+        if inode.is_dir:
+            self.retention.forget(inode)
         record = self.namespace.describe(inode)._replace(nlink=left, ctime_ns=now_ns)
         records: list[layout.Record] = [record]
         if left == 0 and not inode.in_use:

@@ -101,6 +101,9 @@ class Reclaim:
                         await self.committer.commit(list(self.committer.dirty.values()))
                         await self.reset_dead()
                         continue
+                    if any(zone.dead and zone.pins for zone in self.table.zones):
+                        await self.lanes.change()  # who reads there will soon be done
+                        continue
                     raise errors.NoSpace(
                         f"{nbytes} bytes wanted; delete files, or wait for generations to retire"
                     )

@@ -249,6 +249,39 @@ async def test_a_file_that_lost_bytes_does_not_grow() -> None:
         await volume.setattr(ino, size=BLOCK * 10)
 
 
+class SlowToRead(MemoryDevice):
+    """`read` waits for the gate."""
+
+    gate: trio.Event | None = None
+
+    async def read(self, zone: int, offset: int, length: int, sums: bytes = b"") -> memoryview:
+        if self.gate is not None:
+            await self.gate.wait()
+        return await super().read(zone, offset, length, sums)
+
+
+async def test_a_full_device_waits_for_who_reads_what_was_deleted() -> None:
+    device = await formatted(SlowToRead(small_device(zones=16).geometry))
+    async with mounted(device) as volume:
+        ino = await put(volume, ROOT, b"old", b"x" * 800_000)
+        await volume.fsync(ino)
+        free = volume.statfs().available * BLOCK
+        await put(volume, ROOT, b"fill", b"f" * (free - 100_000))
+        await volume.syncfs()
+        new = (await volume.make(ROOT, b"new", FILE, 0, 0)).ino
+        device.gate = trio.Event()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(volume.read, ino, 0, 800_000)
+            await trio.testing.wait_all_tasks_blocked()
+            await volume.unlink(ROOT, b"old")
+            nursery.start_soon(volume.write, new, 0, b"y" * 600_000)
+            await trio.testing.wait_all_tasks_blocked()
+            assert volume.inode(new).size == 0, "there was room after all"
+            device.gate.set()
+        assert await content(volume, new) == b"y" * 600_000
+        await check_quiescent(volume)
+
+
 class SlowToClose(MemoryDevice):
     """`close_zone` waits for the gate."""
 

@@ -23,7 +23,18 @@ from retainzfs.errors import FSError, NoSpace
 from retainzfs.layout import BLOCK
 from retainzfs.volume import RENAME_EXCHANGE, ROOT, Volume
 from retainzfs.zones import Zone
-from tests.helpers import DIRECTORY, FILE, check_quiescent, content, formatted, mounted, put, tree
+from tests.helpers import (
+    DIRECTORY,
+    FILE,
+    CrashingDevice,
+    check_quiescent,
+    content,
+    formatted,
+    mounted,
+    put,
+    tree,
+    until_power_cut,
+)
 
 pytestmark = pytest.mark.volume
 
@@ -33,7 +44,7 @@ STEPS = 12  # operations of a task
 PAUSES_MAX = 6  # turns of other tasks during a device operation
 
 
-class SlowDevice(MemoryDevice):
+class SlowDevice(CrashingDevice):
     """Yields while it works; appends land in order, with the bytes as they are at the end."""
 
     def __init__(self, geometry: Geometry, rng: random.Random) -> None:
@@ -374,6 +385,8 @@ def toucher(load: Load, directories: Sequence[int]) -> Callable[[random.Random],
                     size = rng.randrange(200_000)
                     await volume.setattr(ino, size=size)
                     await volume.write(ino, rng.randrange(200_000), b"s" * 10_000)
+                    found = set(await content(volume, ino))
+                    assert found <= {0, ord("s")}, f"bytes of nobody: {found}"
                 else:
                     await volume.setattr(ino, mode=0o600, mtime_ns=rng.randrange(1 << 40))
                 await volume.fsync(ino)
@@ -386,7 +399,7 @@ def toucher(load: Load, directories: Sequence[int]) -> Callable[[random.Random],
     return touch
 
 
-async def check_after(volume: Volume, device: MemoryDevice) -> None:
+async def check_after(volume: Volume) -> None:
     assert volume.stream.write_errors == volume.reader.checksum_errors == 0
     await check_quiescent(volume)
 
@@ -431,9 +444,68 @@ async def test_everything_at_once(
             )
             await regions.check()
             await appends.check()
-            await check_after(volume, device)
+            await check_after(volume)
             before = await tree(volume)
         await scrub(device)
         async with mounted(device) as volume:
             assert await tree(volume) == before
-            await check_after(volume, device)
+            await check_after(volume)
+
+
+class Durable:
+    """A task that saves its file the usual ways, and knows what a power cut must leave."""
+
+    def __init__(self, volume: Volume, number: int) -> None:
+        self.volume = volume
+        self.name = b"file-%d" % number
+        self.synced = 0  # version that was acknowledged as durable
+        self.begun = 0
+
+    @staticmethod
+    def version(number: int) -> bytes:
+        return b"%9d" % number * (500 * (number % 7 + 1))
+
+    async def __call__(self, rng: random.Random) -> None:
+        volume = self.volume
+        while True:
+            self.begun += 1
+            with suppress(NoSpace):
+                ino = await put(volume, ROOT, self.name + b".new", self.version(self.begun), 7000)
+                if rng.random() < 0.5:
+                    await volume.fsync(ino)
+                await volume.rename(ROOT, self.name + b".new", ROOT, self.name)
+                if rng.random() < 0.5:
+                    await volume.syncfs()
+                    self.synced = self.begun
+                continue
+            await volume.unlink(ROOT, self.name + b".new")
+
+    async def check(self, volume: Volume) -> None:
+        names = dict(volume.entries(ROOT))
+        if self.name not in names:
+            assert not self.synced, f"{self.name!r} is gone"
+            return
+        found = await content(volume, names[self.name])
+        whole = [n for n in range(self.synced, self.begun + 1) if found == self.version(n)]
+        assert whole, f"{self.name!r} is none of the versions {self.synced} to {self.begun}"
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+async def test_a_power_cut_among_many_leaves_whole_versions(
+    seed: int, rng: random.Random, autojump_clock: trio.testing.MockClock
+) -> None:
+    geometry = Geometry(256 << 10, 256 << 10, 24, 4, 6)
+    device = await formatted(SlowDevice(geometry, rng))
+    device.cut_at = device.operations + rng.randrange(20, 400)
+    tasks: list[Durable] = []
+    with trio.fail_after(600), until_power_cut():
+        async with mounted(device, pool=POOL_LEAST) as volume:
+            tasks += [Durable(volume, number) for number in range(5)]
+            await Load(volume, rng).run(*tasks)
+    survivor = device.after_cut(rng)
+    await survivor.start()
+    async with mounted(survivor) as volume:
+        for task in tasks:
+            await task.check(volume)
+        await check_quiescent(volume)
+    await scrub(survivor)
