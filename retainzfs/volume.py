@@ -18,9 +18,9 @@ Concurrency contract
   zones of the rest. So each block of it is what the file held at some time of the read, whatever
   is written, truncated, removed or moved meanwhile; two blocks may be of different times.
 - Who waits for what, from the outside in: collection's lock, a round, inodes' locks, staging
-  memory, the lanes' lock, a zone's turn. The holder of one waits only for those behind it. Only the
-  round holds several inodes' locks, and there is one at a time. A zone's turn lets one command at
-  a time to the zone: append, close, finish, reset.
+  memory, the lanes' lock, the resets' lock, a zone's turn. The holder of one waits only for those
+  behind it. Only the round holds several inodes' locks, and there is one round at a time. A zone's
+  turn lets one command at a time to the zone: append, close, finish, reset.
 
 Ordering invariants
 - An acknowledged `fsync`, durable `close` or durable `rename` is in the log, behind the flush of
