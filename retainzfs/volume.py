@@ -277,9 +277,11 @@ class Volume(Names):
         tail = bytes(await self.reader.read(inode, start, hints.TAIL_BYTES))
         finding = hints.examine(names[-1], inode.size, head, tail)
         failed = inode.error is not None or inode.refused
-        now = self.retention.context(inode.parent, inode.name).match
-        if inode.judged != inode.writes or not inode.nlink or now != context.match:
-            return  # it changed while it was read: its next close, or its new name, judges it
+        if inode.judged != inode.writes:
+            return  # it changed while it was read; its next close judges it
+        if self.namespace.components(inode.ino) != names:
+            await self._judge(inode, killed=killed)
+            return
         stem = context.match.stem
         whole, reason = self.retention.judge(inode, stem, finding, failed=failed)
         if whole:

@@ -150,6 +150,26 @@ async def test_a_file_that_changes_while_it_is_judged_is_not_complete() -> None:
         assert volume.getxattr(ino, b"user.retainz.state") == b"complete"
 
 
+async def test_a_file_is_judged_by_the_name_that_it_has_in_the_end() -> None:
+    async with mounted(await formatted(small_device())) as volume:
+        run = (await volume.make(ROOT, b"run", DIRECTORY, 0, 0)).ino
+        await volume.setxattr(run, b"user.retainz.keep_last", b"1")
+        ino = (await volume.make(run, b"step-1.bin", FILE, 0, 0)).ino
+        await volume.write(ino, 0, b"x" * 9000)
+        read, reads = volume.reader.read, 0
+
+        async def slow(*arguments: object) -> memoryview:
+            nonlocal reads
+            reads += 1
+            if reads == 1:
+                await volume.rename(run, b"step-1.bin", run, b"step-2.bin")
+            return await read(*arguments)  # type: ignore[arg-type]
+
+        volume.reader.read = slow  # type: ignore[assignment]
+        await volume.flush(ino)
+        assert {row["number"]: row["state"] for row in volume.generations(run)} == {2: "complete"}
+
+
 async def test_pages_that_are_read_during_a_write_count_as_stale() -> None:
     """A reader that opens in the middle of a write must not keep what it caches then."""
     async with mounted(await formatted(small_device())) as volume:
