@@ -163,7 +163,7 @@ class Names(Core):
         if source is target or (parent, name) == (new_parent, new_name):
             return
         durable = self.syncs(source) or self._syncs_at(new_parent, new_name)
-        below = self._dirty_below(source)
+        below = self._dirty_below(source, target if flags & RENAME_EXCHANGE else None)
         if durable and below:
             await self.committer.commit(below)
             # The drain gave others their turn: look again.
@@ -171,7 +171,7 @@ class Names(Core):
             target_ino = self.namespace.directory(new_parent).get(new_name)
             target = self.namespace.get(target_ino) if target_ino is not None else None
             self._check_rename(source, target, parent, new_parent, new_name, flags)
-            below = self._dirty_below(source)
+            below = self._dirty_below(source, target if flags & RENAME_EXCHANGE else None)
         for inode in below:
             self.committer.order(inode)
         if flags & RENAME_EXCHANGE:
@@ -312,11 +312,16 @@ class Names(Core):
             return within_stream
         return policy.file_class is FileClass.OUTPUT
 
-    def _dirty_below(self, inode: Inode) -> list[Inode]:
+    def _dirty_below(self, *trees: Inode | None) -> list[Inode]:
+        """Return the dirty inodes of what is about to get a new name."""
         dirty = self.committer.dirty
-        if not inode.is_dir:
-            return [inode] if inode.ino in dirty else []
-        return [i for i in dirty.values() if self.namespace.below(i, inode.ino)]
+        found: dict[int, Inode] = {}
+        for top in trees:
+            if top is not None and top.is_dir:
+                found |= {i.ino: i for i in dirty.values() if self.namespace.below(i, top.ino)}
+            elif top is not None and top.ino in dirty:
+                found[top.ino] = top
+        return list(found.values())
 
     # Generations follow names
 

@@ -13,7 +13,7 @@ from retainzfs.layout import BLOCK
 from retainzfs.volume import ROOT, Volume
 from tests.helpers import FILE, content, formatted, mounted, put, small_device, zones_of
 
-pytestmark = pytest.mark.volume
+pytestmark = [pytest.mark.volume, pytest.mark.power_cuts(5)]
 
 PIECE = 50_000
 

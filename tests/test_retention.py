@@ -24,7 +24,7 @@ from tests.helpers import (
     zones_of,
 )
 
-pytestmark = pytest.mark.volume
+pytestmark = [pytest.mark.volume, pytest.mark.power_cuts(5)]
 
 
 def archive(length: int = 5000) -> bytes:
@@ -62,7 +62,7 @@ def mount(clock: Clock) -> Options:
 
 
 async def test_a_closed_archive_is_complete_and_a_broken_one_is_not(mount: Options) -> None:
-    async with Volume.mounted(await formatted(small_device()), mount) as volume:
+    async with mounted(await formatted(small_device()), mount) as volume:
         await put(volume, ROOT, b"step-1.pt", archive())
         await put(volume, ROOT, b"step-2.pt", archive()[:-10])
         await volume.make(ROOT, b"step-3.pt", FILE, 0, 0)
@@ -70,7 +70,7 @@ async def test_a_closed_archive_is_complete_and_a_broken_one_is_not(mount: Optio
 
 
 async def test_a_marker_completes_a_directory(mount: Options) -> None:
-    async with Volume.mounted(await formatted(small_device()), mount) as volume:
+    async with mounted(await formatted(small_device()), mount) as volume:
         step = await directory(volume, b"checkpoint-5")
         await put(volume, step, b"model.bin", b"x" * 9000)
         deeper = await directory(volume, b"rank", step)
@@ -82,7 +82,7 @@ async def test_a_marker_completes_a_directory(mount: Options) -> None:
 
 
 async def test_a_rename_from_a_temporary_name_completes(mount: Options) -> None:
-    async with Volume.mounted(await formatted(small_device()), mount) as volume:
+    async with mounted(await formatted(small_device()), mount) as volume:
         step = await directory(volume, b"tmp-checkpoint-5")
         await put(volume, step, b"trainer_state.json", b"{}")
         assert set(states(volume).values()) <= {"writing"}
@@ -94,7 +94,7 @@ async def test_a_rename_from_a_temporary_name_completes(mount: Options) -> None:
 
 
 async def test_the_commit_attribute_completes(mount: Options) -> None:
-    async with Volume.mounted(await formatted(small_device()), mount) as volume:
+    async with mounted(await formatted(small_device()), mount) as volume:
         step = await directory(volume, b"iter_0000007")
         ino = await put(volume, step, b"shard", b"x" * 9000)
         await volume.setxattr(step, b"user.retainz.commit", b"1")
@@ -106,7 +106,7 @@ async def test_the_commit_attribute_completes(mount: Options) -> None:
 
 async def test_cadence_is_learned_and_gives_retirements(clock: Clock, mount: Options) -> None:
     device = await formatted(small_device())
-    async with Volume.mounted(device, mount) as volume:
+    async with mounted(device, mount) as volume:
         await volume.setxattr(ROOT, b"user.retainz.keep_last", b"3")
         for number in (1, 2, 3):
             await put(volume, ROOT, b"step-%d.pt" % number, archive())
@@ -121,12 +121,12 @@ async def test_cadence_is_learned_and_gives_retirements(clock: Clock, mount: Opt
         await put(volume, ROOT, b"step-4.pt", archive())
         assert row(volume, 1)["state"] == "retired"
         assert row(volume, 2)["state"] == "complete"
-    async with Volume.mounted(device, mount) as volume:
+    async with mounted(device, mount) as volume:
         assert volume.statistics()["streams"][0]["cadence_s"] == pytest.approx(100, abs=1)
 
 
 async def test_stated_epochs_and_sizes_are_inherited(mount: Options) -> None:
-    async with Volume.mounted(await formatted(small_device()), mount) as volume:
+    async with mounted(await formatted(small_device()), mount) as volume:
         run = await directory(volume, b"run", birth=b"12.5", retire=b"40", size=b"600K")
         deeper = await directory(volume, b"deeper", run)
         ino = await put(volume, deeper, b"step-1.pt", archive())
@@ -145,7 +145,7 @@ async def test_stated_epochs_and_sizes_are_inherited(mount: Options) -> None:
 
 
 async def test_a_changed_policy_moves_what_is_there(mount: Options) -> None:
-    async with Volume.mounted(await formatted(small_device()), mount) as volume:
+    async with mounted(await formatted(small_device()), mount) as volume:
         await volume.setxattr(ROOT, b"user.retainz.cadence", b"60s")
         await volume.setxattr(ROOT, b"user.retainz.keep_last", b"1")
         for number in (9, 10, 100):
@@ -164,7 +164,7 @@ async def test_generations_are_listed_by_number_and_go_with_their_last_file(
     mount: Options,
 ) -> None:
     device = await formatted(small_device())
-    async with Volume.mounted(device, mount) as volume:
+    async with mounted(device, mount) as volume:
         for number in (100, 9, 10):
             await put(volume, ROOT, b"model-%d.pt" % number, archive())
             await put(volume, ROOT, b"optimizer-%d.pt" % number, archive())
@@ -173,14 +173,14 @@ async def test_generations_are_listed_by_number_and_go_with_their_last_file(
         assert [r["number"] for r in volume.generations(ROOT)] == [9, 10, 100]
         await volume.unlink(ROOT, b"optimizer-10.pt")
         assert [r["number"] for r in volume.generations(ROOT)] == [9, 100]
-    async with Volume.mounted(device, mount) as volume:
+    async with mounted(device, mount) as volume:
         assert [r["number"] for r in volume.generations(ROOT)] == [9, 100]
         assert len(volume.namespace.generations) == 2
 
 
 async def test_the_newest_in_commit_order_are_kept(mount: Options) -> None:
     """A run that was set back saves lower numbers: those are the newest then."""
-    async with Volume.mounted(await formatted(small_device()), mount) as volume:
+    async with mounted(await formatted(small_device()), mount) as volume:
         await volume.setxattr(ROOT, b"user.retainz.keep_last", b"2")
         for number in (10, 20, 30, 20, 5, 6):
             name = b"step-%d.pt" % number
@@ -198,7 +198,7 @@ async def test_the_newest_in_commit_order_are_kept(mount: Options) -> None:
 
 async def test_reaping_deletes_what_the_stream_keeps_no_longer(mount: Options) -> None:
     device = await formatted(small_device())
-    async with Volume.mounted(device, mount) as volume:
+    async with mounted(device, mount) as volume:
         run = await directory(volume, b"run", keep_last=b"2", reap=b"1", keep_every=b"10")
         for number in (10, 11, 12, 13):
             step = await directory(volume, b"checkpoint-%d" % number, run)
@@ -210,12 +210,12 @@ async def test_reaping_deletes_what_the_stream_keeps_no_longer(mount: Options) -
             b"checkpoint-10", b"checkpoint-12", b"checkpoint-13",
         ]  # fmt: skip
         assert volume.inode(run).nlink == 2 + 3
-    async with Volume.mounted(device, mount) as volume:
+    async with mounted(device, mount) as volume:
         assert set(states(volume)) == {10, 12, 13}
 
 
 async def test_trackers_are_in_no_generation(mount: Options) -> None:
-    async with Volume.mounted(await formatted(small_device()), mount) as volume:
+    async with mounted(await formatted(small_device()), mount) as volume:
         await volume.setxattr(ROOT, b"user.retainz.keep_last", b"2")
         for name in (b"latest", b"last.ckpt", b"latest_checkpointed_iteration.txt", b"train.log"):
             ino = await put(volume, ROOT, name, b"x" * 5000)
@@ -226,7 +226,7 @@ async def test_trackers_are_in_no_generation(mount: Options) -> None:
 
 
 async def test_names_decide_where_a_moved_file_belongs(mount: Options) -> None:
-    async with Volume.mounted(await formatted(small_device()), mount) as volume:
+    async with mounted(await formatted(small_device()), mount) as volume:
         run = await directory(volume, b"run", keep_last=b"2", cadence=b"60s")
         ino = await put(volume, run, b"step-1.pt", archive())
         await volume.rename(run, b"step-1.pt", ROOT, b"kept")
@@ -241,7 +241,7 @@ async def test_names_decide_where_a_moved_file_belongs(mount: Options) -> None:
 
 async def test_a_stream_is_renamed_while_it_is_written(mount: Options) -> None:
     device = await formatted(small_device())
-    async with Volume.mounted(device, mount) as volume:
+    async with mounted(device, mount) as volume:
         run = await directory(volume, b"run", keep_last=b"2", cadence=b"60s")
         ino = (await volume.make(run, b"step-1.pt", FILE, 0, 0)).ino
         volume.open(ino)
@@ -256,12 +256,12 @@ async def test_a_stream_is_renamed_while_it_is_written(mount: Options) -> None:
         assert [(r["number"], r["path"], r["state"]) for r in volume.generations(ROOT)] == [
             (1, "/moved/step-1.pt", "complete")
         ]
-    async with Volume.mounted(device, mount) as volume:
+    async with mounted(device, mount) as volume:
         assert row(volume, 1)["path"] == "/moved/step-1.pt"
 
 
 async def test_a_new_inode_inherits_nothing(mount: Options) -> None:
-    async with Volume.mounted(await formatted(small_device()), mount) as volume:
+    async with mounted(await formatted(small_device()), mount) as volume:
         old = await put(volume, ROOT, b"step-1.pt", archive())
         await volume.setxattr(old, b"user.retainz.anchor", b"1")
         await volume.unlink(ROOT, b"step-1.pt")
@@ -274,7 +274,7 @@ async def test_a_new_inode_inherits_nothing(mount: Options) -> None:
 
 async def test_a_file_with_a_retirement_is_a_generation_by_itself(mount: Options) -> None:
     device = await formatted(small_device())
-    async with Volume.mounted(device, mount) as volume:
+    async with mounted(device, mount) as volume:
         ino = await put(volume, ROOT, b"data.bin", b"")
         await volume.setxattr(ino, b"user.retainz.anchor", b"1")
         await volume.write(ino, 0, b"x" * 9000)
@@ -284,7 +284,7 @@ async def test_a_file_with_a_retirement_is_a_generation_by_itself(mount: Options
         await volume.rename(ROOT, b"data.bin", ROOT, b"other.bin")
         assert volume.generations(ROOT)[0]["path"] == "/other.bin"
         await volume.unlink(ROOT, b"other.bin")
-    async with Volume.mounted(device, mount) as volume:
+    async with mounted(device, mount) as volume:
         assert volume.generations(ROOT) == []
         assert volume.namespace.generations == {}
 
