@@ -295,14 +295,15 @@ class Names(Core):
 
     def syncs(self, inode: Inode) -> bool:
         """Whether close and rename of the inode return only when it is durable."""
-        within = bool(inode.generation)
+        within = bool(inode.generation) or inode.parent in self.retention.streams
         if inode.is_dir:
             within = self.retention.context(inode.ino).match is not None
         return self._rule(self.retention.policy_of(inode), within)
 
     def _syncs_at(self, parent: int, name: bytes) -> bool:
         context = self.retention.context(parent, name)
-        return self._rule(context.policy, context.match is not None)
+        within = context.match is not None or parent in self.retention.streams
+        return self._rule(context.policy, within)
 
     def _rule(self, policy: hints.Policy, within_stream: bool) -> bool:
         rule = self.options.commit if policy.commit is None else policy.commit

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import random
 import zipfile
 from typing import Any
 
@@ -21,6 +22,8 @@ from tests.helpers import (
     options,
     put,
     small_device,
+    tree,
+    until_power_cut,
     zones_of,
 )
 
@@ -317,3 +320,40 @@ async def test_a_reader_that_closes_completes_nothing() -> None:
         assert states(volume) == {1: "writing"}
         await volume.flush(ino)
         assert states(volume) == {1: "complete"}
+
+
+async def test_a_close_makes_completeness_durable_even_of_bytes_that_were() -> None:
+    device = await formatted(small_device())
+    with until_power_cut():
+        async with mounted(device) as volume:
+            ino = (await volume.make(ROOT, b"step-1.bin", FILE, 0, 0)).ino
+            volume.open(ino)
+            await volume.write(ino, 0, b"x" * 50_000)
+            await volume.fsync(ino)
+            await volume.flush(ino)
+            device.cut_at = device.operations + 1
+            await volume.syncfs()
+            await volume.make(ROOT, b"more", FILE, 0, 0)
+            await volume.syncfs()
+    survivor = device.after_cut(random.Random(1))
+    await survivor.start()
+    async with mounted(survivor) as volume:
+        assert [row["state"] for row in volume.generations(ROOT)] == ["complete"]
+
+
+async def test_every_file_of_a_stream_is_durable_when_it_is_closed() -> None:
+    """Trackers and copies of the newest generation too: a trainer goes on when they are closed."""
+    device = await formatted(small_device())
+    with until_power_cut():
+        async with mounted(device) as volume:
+            await put(volume, ROOT, b"step-1.bin", b"x" * 50_000)
+            await put(volume, ROOT, b"latest", b"step-1")
+            await put(volume, ROOT, b"last.ckpt", b"y" * 50_000)
+            device.cut_at = device.operations + 1
+            await volume.make(ROOT, b"more", FILE, 0, 0)
+            await volume.syncfs()
+    survivor = device.after_cut(random.Random(1))
+    await survivor.start()
+    async with mounted(survivor) as volume:
+        found = await tree(volume)
+        assert (found[b"/latest"], found[b"/last.ckpt"]) == (b"step-1", b"y" * 50_000)

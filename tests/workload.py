@@ -188,7 +188,8 @@ class Actor:
     async def directory(self) -> None:
         parent, name = self.place()
         try:
-            await self.volume.make(parent, name, DIRECTORY, 0, 0)
+            made = await self.volume.make(parent, name, DIRECTORY, 0, 0)
+            self.directories.append(made.ino)
         except FSError:
             await self.volume.rmdir(parent, name)
 
@@ -213,6 +214,8 @@ class Actor:
         try:
             for at in range(0, self.rng.choice([20_000, 200_000]), 50_000):
                 await self.volume.write(ino, at, self.rng.randbytes(50_000))
+            if self.rng.random() < 0.3:
+                await self.volume.fsync(ino)
         finally:
             await self.closed(ino)
 
@@ -255,7 +258,8 @@ class Actor:
 
     async def make_room(self) -> None:
         """The device is full: delete what is largest."""
-        found = [(parent, name, ino) for parent in {*self.directories, self.run}
+        there = sorted({*self.directories, self.run} & set(self.volume.namespace.inodes))
+        found = [(parent, name, ino) for parent in there
                  for name, ino in self.volume.entries(parent)
                  if self.volume.inode(ino).is_file]  # fmt: skip
         found.sort(key=lambda entry: self.volume.inode(entry[2]).size)
