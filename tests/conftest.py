@@ -15,11 +15,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from retainzfs import mkfs, mounts, unmounting
 from retainzfs.errors import RetainzError
 from tests import helpers, simulation
 from tests.witness import WatchedDevice
+
+settings.register_profile("nightly", print_blob=True)  # tests that know it draw far more examples
 
 IMAGE_SIZE = 256 << 20  # bytes; sparse
 COMMAND = (sys.executable, "-m", "retainzfs")
