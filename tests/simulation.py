@@ -30,6 +30,12 @@ from tests.workload import Actor
 
 T = TypeVar("T")
 GEOMETRY = Geometry(256 << 10, 224 << 10, 40, 8, 12)
+# The small zones make the log switch its zone, and take snapshots, every few operations.
+GEOMETRIES = (
+    GEOMETRY,
+    Geometry(64 << 10, 64 << 10, 96, 8, 14),
+    Geometry(128 << 10, 96 << 10, 80, 4, 6),
+)
 STEPS = 60
 # Share of the moments after which all is mounted once more, and the power fails again meanwhile.
 WATCHED = 0.05
@@ -73,7 +79,8 @@ def simulate(seed: int, steps: int = STEPS) -> Simulated:
 async def _simulate(seed: int, steps: int) -> Simulated:
     rng = random.Random(seed)
     delays = random.Random(seed + 1)
-    device = WatchedDevice(GEOMETRY, delay=lambda: delays.choice((0, 0, 0, 1, 3)))
+    geometry = GEOMETRIES[seed % len(GEOMETRIES)]
+    device = WatchedDevice(geometry, delay=lambda: delays.choice((0, 0, 0, 1, 3)))
     device.witness = witness = Witness(device)
     out = Simulated(seed, device, witness)
     await device.start()
