@@ -262,13 +262,7 @@ class Volume(Names):
             if self.retention.marked(inode.parent, names[-1]):
                 self.completed(inode.generation)
             return
-        head = bytes(await self.reader.read(inode, 0, hints.HEAD_BYTES))
-        wanted = hints.head_wanted(names[-1], inode.size, head)
-        if wanted > len(head):
-            head = bytes(await self.reader.read(inode, 0, wanted))
-        start = max(0, inode.size - hints.TAIL_BYTES)
-        tail = bytes(await self.reader.read(inode, start, hints.TAIL_BYTES))
-        finding = hints.examine(names[-1], inode.size, head, tail)
+        finding = await self._examine(inode, names[-1])
         failed = inode.error is not None or inode.refused
         stem = context.match.stem
         whole, reason = self.retention.judge(inode, stem, finding, failed=failed)
@@ -276,6 +270,19 @@ class Volume(Names):
             self.completed(inode.generation)
         else:
             self.committer.log_each(self.retention.incomplete(inode.generation, reason))
+
+    async def _examine(self, inode: Inode, name: bytes) -> hints.Finding:
+        """Return what a file's own format says about it being whole."""
+        size = inode.size
+        examination = hints.examination(name, size)
+        try:
+            wanted = next(examination)
+            while True:
+                data = bytes(await self.reader.read(inode, *wanted))
+                wanted = examination.send(data)
+        except StopIteration as stop:
+            finding: hints.Finding = stop.value
+            return finding
 
     async def _follow_tracker(self, inode: Inode) -> None:
         """A file outside the generations was closed; perhaps it says which one is complete."""
