@@ -321,8 +321,8 @@ class Filesystem(pyfuse3.Operations):
         if control.owns(fh):
             return
         file = self._files[fh]
-        killed = functools.partial(_killed, file.opener)
-        await self.volume.flush(file.ino, wrote=file.changed, killed=killed)
+        died = functools.partial(_killed, file.opener)
+        await self.volume.flush(file.ino, wrote=file.changed, died=died)
         await self._expire_pages(file)
 
     @answers

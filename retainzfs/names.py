@@ -13,6 +13,7 @@ from retainzfs.core import Core
 from retainzfs.errors import RetainzError
 from retainzfs.hints import FileClass
 from retainzfs.namespace import FSError, Inode
+from retainzfs.retention import State
 
 RENAME_NOREPLACE = 1
 RENAME_EXCHANGE = 2
@@ -62,6 +63,7 @@ class Names(Core):
             records += [layout.ContentRecord(ino, target), layout.SizeRecord(ino, len(target))]
         self.committer.log(*records)
         inode = self.namespace.get(ino)
+        inode.judged = -1  # nobody has closed it yet
         self.retention.joined(inode)
         return inode
 
@@ -359,10 +361,13 @@ class Names(Core):
             yield from self._files(self.namespace.get(ino), inode.ino, child_name)
 
     def completed(self, generation: int) -> None:
-        """Evidence says that a generation is complete; the next round makes that durable."""
+        """Evidence says that a generation is complete. If its files do not speak against that, it
+        counts; the next round makes that durable."""
         records = self.retention.complete(generation)
-        if records:
-            self.committer.log_each(records)
+        self.committer.log_each(records)
+        record = self.namespace.generations.get(generation)
+        if records and record is not None and record.state == State.COMPLETE:
+            self.committer.log_each(self.retention.overtaken(generation))
             self.lanes.close(generation)
             if self.retention.reapable(generation):
                 self.nursery.start_soon(self._reap, generation)

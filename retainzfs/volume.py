@@ -27,6 +27,7 @@ from typing import Any
 
 from retainzfs import attributes, errors, generations, hints, layout, observe
 from retainzfs.core import Options
+from retainzfs.inodes import Spans
 from retainzfs.layout import BLOCK
 from retainzfs.names import RENAME_EXCHANGE, RENAME_NOREPLACE, Names
 from retainzfs.namespace import ROOT, FSError, Inode
@@ -68,7 +69,7 @@ class StatFs:
 
 
 def _alive() -> bool:
-    return False  # not killed
+    return False  # has not died
 
 
 class Volume(Names):
@@ -149,12 +150,19 @@ class Volume(Names):
             raise inode.error.with_traceback(None)
         if not view:
             return 0
-        async with self._locked_with_room(inode, len(view) + WRITE_SLACK):
-            inode.mtime_ns = inode.ctime_ns = self.options.wall_ns()
-            if inode.mode & (stat.S_ISUID | stat.S_ISGID) or inode.xattrs:
-                self._drop_privileges(inode)
-            self._change(inode)
-            await self.stream.write(inode, offset, view, self.lane(inode))
+        try:
+            async with self._locked_with_room(inode, len(view) + WRITE_SLACK):
+                inode.mtime_ns = inode.ctime_ns = self.options.wall_ns()
+                if inode.mode & (stat.S_ISUID | stat.S_ISGID) or inode.xattrs:
+                    self._drop_privileges(inode)
+                self._change(inode)
+                await self.stream.write(inode, offset, view, self.lane(inode))
+        except errors.RetainzError:
+            inode.missing = inode.missing or Spans()
+            inode.missing.add(offset, offset + len(view))
+            raise
+        if inode.missing:
+            inode.missing.remove(offset, offset + len(view))
         self.logical += len(view)
         return len(view)
 
@@ -162,19 +170,15 @@ class Volume(Names):
     async def _locked_with_room(self, inode: Inode, nbytes: int) -> AsyncIterator[None]:
         """Hold the inode's lock, with room for so many bytes to be staged. Raises NoSpace."""
         lock = self.stream.stage(inode).lock
-        try:
-            await self._admit(grows=True)
-            while True:
-                kind = self.lanes.hint(self.lane(inode)).kind
-                if not self.lanes.fits(kind, nbytes):
-                    await self.reclaim.make_room(kind, nbytes)
-                await lock.acquire()
-                if self.lanes.fits(kind, nbytes):
-                    break
-                lock.release()
-        except errors.NoSpace:
-            inode.refused = True
-            raise
+        await self._admit(grows=True)
+        while True:
+            kind = self.lanes.hint(self.lane(inode)).kind
+            if not self.lanes.fits(kind, nbytes):
+                await self.reclaim.make_room(kind, nbytes)
+            await lock.acquire()
+            if self.lanes.fits(kind, nbytes):
+                break
+            lock.release()
         self.lanes.admitted[kind] += nbytes  # staging awaits; nobody else may count on this room
         try:
             yield
@@ -184,14 +188,12 @@ class Volume(Names):
 
     def _change(self, inode: Inode) -> None:
         """The bytes of a file change; the caller holds its lock."""
+        self.committer.log_each(self.retention.reopened(inode))
         inode.writes += 1
         if inode.ino in self.committer.dirty:
             return
         commit = self.retention.policy_of(inode).commit
         self.committer.touch(inode, commit if isinstance(commit, float) else None)
-        records = self.retention.reopened(inode)
-        if records:
-            self.committer.log(*records)
 
     def _drop_privileges(self, inode: Inode) -> None:
         """A write takes set-user-ID and set-group-ID bits and file capabilities away; past the
@@ -203,13 +205,13 @@ class Volume(Names):
             self.committer.log(layout.XattrRemovedRecord(inode.ino, CAPABILITY))
 
     async def flush(
-        self, ino: int, *, wrote: bool = True, killed: Callable[[], bool] = _alive
+        self, ino: int, *, wrote: bool = True, died: Callable[[], bool] = _alive
     ) -> None:
         """A descriptor was closed: durable where the class says so, and perhaps the end of a save.
 
         `wrote`: it was one that changed the file; a reader's close says nothing about a save.
-        `killed` tells, when asked, whether nobody closed it because its process was killed. A clean
-        inode costs nothing. Raises the error of a write that failed in the background.
+        `died` tells, when asked, whether nobody closed it because its process came to a bad end. A
+        clean inode costs nothing. Raises the error of a write that failed in the background.
         """
         inode = self.namespace.inodes.get(ino)
         if inode is None:
@@ -219,8 +221,7 @@ class Volume(Names):
         if not wrote:
             return
         if inode.judged != inode.writes:
-            inode.judged = inode.writes
-            await self._judge(inode, killed=killed)
+            await self._judge(inode, died=died)
         if inode.nlink and self.syncs(inode):
             await self.fsync(ino)
 
@@ -243,33 +244,33 @@ class Volume(Names):
             if inode.error is not None:
                 raise inode.error.with_traceback(None)
 
-    async def _judge(self, inode: Inode, *, killed: Callable[[], bool]) -> None:
-        """Look for the evidence of completeness that a close gives."""
+    async def _judge(self, inode: Inode, *, died: Callable[[], bool]) -> None:
+        """Look for the evidence of completeness that a close gives, and for what speaks against."""
+        writes = inode.writes
         if inode.nlink == 0 or not inode.is_file:
             return
         if not inode.generation:
+            inode.judged = writes
             await self._follow_tracker(inode)
             return
-        if killed():
-            reason = "the process that was writing it was killed"
-            self.committer.log_each(self.retention.incomplete(inode.generation, reason))
-            return
         names = self.namespace.components(inode.ino)
-        context = self.retention.context(inode.parent, names[-1])
-        if context.match is None or context.match.temporary:
-            return
-        if context.match.depth != len(names) - 1:
-            if self.retention.marked(inode.parent, names[-1]):
-                self.completed(inode.generation)
-            return
-        finding = await self._examine(inode, names[-1])
-        failed = inode.error is not None or inode.refused
-        stem = context.match.stem
-        whole, reason = self.retention.judge(inode, stem, finding, failed=failed)
-        if whole:
-            self.completed(inode.generation)
+        match = self.retention.context(inode.parent, names[-1]).match
+        completes = False
+        doubt = ""
+        if died():
+            doubt = "the process that was writing it was killed, or failed, with the file open"
+        elif inode.error is not None or inode.missing:
+            doubt = "a write to it failed"
+        elif match is None or match.temporary or match.depth != len(names) - 1:
+            completes = self.retention.marked(inode.parent, names[-1])
         else:
-            self.committer.log_each(self.retention.incomplete(inode.generation, reason))
+            doubt = self.retention.judge(inode, match.stem, await self._examine(inode, names[-1]))
+            completes = not doubt
+        inode.judged, inode.doubt = writes, doubt  # not before: others of the generation wait
+        if inode.doubt:
+            self.committer.log_each(self.retention.incomplete(inode.generation, inode.doubt))
+        elif completes or inode.generation in self.retention.claimed:
+            self.completed(inode.generation)
 
     async def _examine(self, inode: Inode, name: bytes) -> hints.Finding:
         """Return what a file's own format says about it being whole."""
@@ -350,7 +351,9 @@ class Volume(Names):
             self.retention.announce(inode, size)
             inode.size = size
         if size == 0:
-            inode.error, inode.refused = None, False
+            inode.error = None
+        if inode.missing:
+            inode.missing.cut(size)
 
     def _shrink(self, inode: Inode, size: int) -> None:
         self.stream.trim(inode, size)

@@ -357,3 +357,143 @@ async def test_every_file_of_a_stream_is_durable_when_it_is_closed() -> None:
     async with mounted(survivor) as volume:
         found = await tree(volume)
         assert (found[b"/latest"], found[b"/last.ckpt"]) == (b"step-1", b"y" * 50_000)
+
+
+async def opened(volume: Volume, parent: int, name: bytes, data: bytes) -> int:
+    """Begin a file and leave it open."""
+    ino = (await volume.make(parent, name, FILE, 0, 0)).ino
+    volume.open(ino)
+    await volume.write(ino, 0, data)
+    return ino
+
+
+async def closed(volume: Volume, ino: int, *, died: bool = False) -> None:
+    await volume.flush(ino, died=lambda: died)
+    volume.close(ino)
+
+
+async def test_a_generation_counts_when_the_last_of_its_files_is_closed() -> None:
+    async with mounted(await formatted(small_device())) as volume:
+        one = await opened(volume, ROOT, b"model-5.pt", archive())
+        other = await opened(volume, ROOT, b"optimizer-5.pt", archive())
+        await closed(volume, one)
+        assert states(volume) == {5: "writing"}
+        await closed(volume, other)
+        assert states(volume) == {5: "complete"}
+        step = await directory(volume, b"checkpoint-6")
+        log_file = await opened(volume, step, b"train.log", b"never closed")
+        late = await opened(volume, step, b"rng_state_1.bin", b"x" * 9000)
+        await put(volume, step, b"trainer_state.json", b"{}")
+        assert states(volume)[6] == "writing"
+        await closed(volume, late)
+        assert states(volume)[6] == "complete"
+        await closed(volume, log_file)
+
+
+async def test_a_file_in_doubt_speaks_for_its_whole_generation() -> None:
+    async with mounted(await formatted(small_device())) as volume:
+        step = await directory(volume, b"step-5")
+        shard = await opened(volume, step, b"__0_0.distcp", b"x" * 9000)
+        await closed(volume, shard, died=True)
+        await put(volume, step, b".metadata", b"m" * 100)
+        assert states(volume) == {5: "incomplete"}
+        volume.open(shard)
+        await volume.setattr(shard, size=0)
+        assert row(volume, 5)["reason"] is None
+        await volume.write(shard, 0, b"x" * 9000)
+        await closed(volume, shard)
+        assert states(volume) == {5: "writing"}, "the marker is older than the shard"
+        await volume.unlink(step, b".metadata")
+        await put(volume, step, b".metadata", b"m" * 100)
+        assert states(volume) == {5: "complete"}
+        late = await opened(volume, step, b"__1_0.distcp", b"x" * 9000)
+        await closed(volume, late, died=True)
+        assert states(volume) == {5: "incomplete"}, "evidence that comes late counts too"
+        await volume.unlink(step, b"__1_0.distcp")
+        await volume.rename(step, b".metadata", step, b".metadata.tmp")
+        await volume.rename(step, b".metadata.tmp", step, b".metadata")
+        assert states(volume) == {5: "complete"}
+
+
+async def test_whoever_sets_commit_knows_better() -> None:
+    async with mounted(await formatted(small_device())) as volume:
+        ino = await opened(volume, ROOT, b"step-5.npz", b"in a format of our own")
+        await volume.setxattr(ino, b"user.retainz.commit", b"1")
+        assert states(volume) == {5: "complete"}
+        await closed(volume, ino)
+        assert states(volume) == {5: "complete"}
+
+
+async def test_a_save_that_was_given_up_is_told_by_the_next() -> None:
+    async with mounted(await formatted(small_device())) as volume:
+        left = await directory(volume, b"checkpoint-1")
+        await put(volume, left, b"model.bin", b"x" * 9000)
+        slow = await directory(volume, b"checkpoint-2")
+        ino = await opened(volume, slow, b"model.bin", b"x" * 9000)
+        step = await directory(volume, b"checkpoint-3")
+        await put(volume, step, b"trainer_state.json", b"{}")
+        assert states(volume) == {1: "incomplete", 2: "writing", 3: "complete"}
+        await closed(volume, ino)
+        await put(volume, slow, b"trainer_state.json", b"{}")
+        await put(volume, left, b"trainer_state.json", b"{}")
+        assert states(volume) == {1: "complete", 2: "complete", 3: "complete"}
+
+
+async def test_a_file_that_is_not_durable_yet_is_written_again() -> None:
+    async with mounted(await formatted(small_device()), commit=5.0) as volume:
+        ino = await put(volume, ROOT, b"step-1.pt", archive())
+        assert states(volume) == {1: "complete"}
+        volume.open(ino)
+        await volume.setattr(ino, size=0)
+        assert states(volume) == {1: "writing"}
+        await volume.write(ino, 0, archive()[:100])
+        await closed(volume, ino, died=True)
+        assert states(volume) == {1: "incomplete"}
+
+
+async def test_sizes_are_not_learned_from_a_torn_file() -> None:
+    """Half of a save that was torn when it was repeated must not pass for a whole one later."""
+    device = await formatted(small_device())
+    async with mounted(device) as volume:
+        ino = await put(volume, ROOT, b"step-2.msgpack", b"x" * 90_000)
+        await put(volume, ROOT, b"step-1.msgpack", b"x" * 90_000)
+        volume.open(ino)
+        await volume.setattr(ino, size=0)
+        await volume.write(ino, 0, b"x" * 9000)
+        await closed(volume, ino, died=True)
+        await volume.unlink(ROOT, b"step-1.msgpack")
+        await put(volume, ROOT, b"step-3.msgpack", b"x" * 90_000)
+        await closed(volume, await opened(volume, ROOT, b"step-4.msgpack", b"x" * 9000))
+        assert states(volume) == {2: "incomplete", 3: "complete", 4: "incomplete"}
+    async with mounted(device) as volume:
+        await closed(volume, await opened(volume, ROOT, b"step-5.msgpack", b"x" * 45_000))
+        assert states(volume)[5] == "incomplete"
+
+
+@pytest.mark.parametrize("cut", [False, True])
+async def test_a_refused_range_counts_until_it_is_written_or_cut_off(cut: bool) -> None:
+    async with mounted(await formatted(small_device(zones=24))) as volume:
+        filler = await put(volume, ROOT, b"filler", b"")
+        ino = await opened(volume, ROOT, b"step-2.msgpack", b"x" * 100_000)
+        volume.open(filler)
+        with pytest.raises(NoSpace):
+            await fill_up(volume, filler)
+        with pytest.raises(NoSpace):  # noqa: PT012
+            for at in range(100_000, 1 << 30, 100_000):
+                await volume.write(ino, at, b"x" * 100_000)
+        await volume.flush(ino)
+        assert row(volume, 2)["reason"] == "a write to it failed"
+        await volume.setattr(filler, size=0)
+        await volume.write(ino, 0, b"y" * 50_000)
+        await volume.flush(ino)
+        assert states(volume) == {2: "incomplete"}
+        if cut:
+            await volume.setattr(ino, size=at)
+        else:
+            await volume.write(ino, at, b"x" * 60_000)
+            await volume.flush(ino)
+            assert states(volume) == {2: "incomplete"}
+            await volume.write(ino, at + 50_000, b"x" * 50_000)
+        await closed(volume, ino)
+        assert states(volume) == {2: "complete"}
+        await closed(volume, filler)
