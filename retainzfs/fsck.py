@@ -106,7 +106,7 @@ async def _examine(device: Device, report: Report, scrub: bool, progress: Progre
     if recovered.orphans:
         text = f"{len(recovered.orphans)} files were deleted while open; a mount frees them"
         report.findings.append(Finding(text, damage=False))
-    report.findings += map(Finding, _structure(device, namespace))
+    report.findings += map(Finding, structure(device, namespace))
     report.directories = sum(inode.is_dir for inode in namespace.inodes.values())
     report.files = len(namespace.inodes) - report.directories
     live: Counter[int] = Counter()
@@ -118,7 +118,8 @@ async def _examine(device: Device, report: Report, scrub: bool, progress: Progre
         await _scrub(device, namespace, report, progress)
 
 
-def _structure(device: Device, namespace: Namespace) -> Iterator[str]:
+def structure(device: Device, namespace: Namespace) -> Iterator[str]:
+    """Yield where a volume contradicts itself or the zones."""
     zones = device.report()
     first_data = journal.metadata_zones(len(zones))
     for inode in namespace.inodes.values():

@@ -215,12 +215,16 @@ async def check(device: WatchedDevice, witness: Witness, at: int, rng: random.Ra
     Returns whether the device has a witness of its own now, for whom all that was found was there
     for good.
     """
-    report = await fsck.examine(device)
-    if report.damaged:
-        raise Violation("; ".join(str(f) for f in report.findings if f.damage))
     watched = rng.random() < WATCHED
+    if watched:  # a mount finds the same; fsck does it by itself
+        report = await fsck.examine(device, scrub=True)
+        if report.damaged:
+            raise Violation("; ".join(str(f) for f in report.findings if f.damage))
     kind = WatchedVolume if watched else Volume
     async with kind.mounted(device, options()) as volume:
+        problems = list(fsck.structure(device, volume.namespace))
+        if problems:
+            raise Violation("; ".join(problems))
         await witness.verify(volume, at)
         if watched:
             device.witness = await Witness.of(device, volume)
