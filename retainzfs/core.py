@@ -19,7 +19,7 @@ from retainzfs.layout import BLOCK
 from retainzfs.namespace import Inode, Namespace, Run
 from retainzfs.reader import Reader
 from retainzfs.reclaim import Reclaim
-from retainzfs.retention import Retention
+from retainzfs.retention import Retention, State
 from retainzfs.stream import POOL, Stream
 from retainzfs.zones import ZoneTable
 
@@ -148,9 +148,11 @@ class Core:
                 log.warning("rolled back %d bytes of unfinished log", recovered.rolled_back)
             for ino in recovered.orphans:
                 volume.discard(volume.namespace.get(ino))
-            for generation in list(volume.namespace.generations):
-                ended = "the mount ended while it was being written"
-                volume.committer.log_each(volume.retention.incomplete(generation, ended))
+            for record in list(volume.namespace.generations.values()):
+                if record.state == State.WRITING:
+                    ended = "the mount ended while it was being written"
+                    records = volume.retention.incomplete(record.generation, ended)
+                    volume.committer.log_each(records)
             if not recovered.clean:
                 await volume.committer.snapshot()
             nursery.start_soon(volume._serve)

@@ -13,6 +13,7 @@ from retainzfs.core import Core
 from retainzfs.errors import RetainzError
 from retainzfs.hints import FileClass
 from retainzfs.namespace import FSError, Inode
+from retainzfs.retention import State
 
 RENAME_NOREPLACE = 1
 RENAME_EXCHANGE = 2
@@ -62,6 +63,7 @@ class Names(Core):
             records += [layout.ContentRecord(ino, target), layout.SizeRecord(ino, len(target))]
         self.committer.log(*records)
         inode = self.namespace.get(ino)
+        inode.judged = -1  # nobody has closed it yet
         self.retention.joined(inode)
         return inode
 
@@ -158,12 +160,14 @@ class Names(Core):
         ends = (parent, name, new_parent, new_name, flags)
         source, target = self._ends(*ends)
         durable = self.syncs(source) or self._syncs_at(new_parent, new_name)
-        if durable and source is not target and (below := self._dirty_below(source)):
+        exchange = bool(flags & RENAME_EXCHANGE)
+        below = self._dirty_below(source, target if exchange else None)
+        if durable and source is not target and below:
             await self.committer.commit(below)
             source, target = self._ends(*ends)  # others had their turn
         if source is target:
             return
-        for inode in self._dirty_below(source):
+        for inode in self._dirty_below(source, target if exchange else None):
             self.committer.order(inode)
         if flags & RENAME_EXCHANGE:
             assert target is not None, "an exchange was checked to have both names"
@@ -300,14 +304,15 @@ class Names(Core):
 
     def syncs(self, inode: Inode) -> bool:
         """Whether close and rename of the inode return only when it is durable."""
-        within = bool(inode.generation)
+        within = bool(inode.generation) or inode.parent in self.retention.streams
         if inode.is_dir:
             within = self.retention.context(inode.ino).match is not None
         return self._rule(self.retention.policy_of(inode), within)
 
     def _syncs_at(self, parent: int, name: bytes) -> bool:
         context = self.retention.context(parent, name)
-        return self._rule(context.policy, context.match is not None)
+        within = context.match is not None or parent in self.retention.streams
+        return self._rule(context.policy, within)
 
     def _rule(self, policy: hints.Policy, within_stream: bool) -> bool:
         rule = self.options.commit if policy.commit is None else policy.commit
@@ -317,11 +322,16 @@ class Names(Core):
             return within_stream
         return policy.file_class is FileClass.OUTPUT
 
-    def _dirty_below(self, inode: Inode) -> list[Inode]:
+    def _dirty_below(self, *trees: Inode | None) -> list[Inode]:
+        """Return the dirty inodes of what is about to get a new name."""
         dirty = self.committer.dirty
-        if not inode.is_dir:
-            return [inode] if inode.ino in dirty else []
-        return [i for i in dirty.values() if self.namespace.below(i, inode.ino)]
+        found: dict[int, Inode] = {}
+        for top in trees:
+            if top is not None and top.is_dir:
+                found |= {i.ino: i for i in dirty.values() if self.namespace.below(i, top.ino)}
+            elif top is not None and top.ino in dirty:
+                found[top.ino] = top
+        return list(found.values())
 
     # Generations follow names
 
@@ -358,13 +368,16 @@ class Names(Core):
             yield from self._files(self.namespace.get(ino), inode.ino, child_name)
 
     def completed(self, generation: int) -> None:
-        """Evidence says that a generation is complete; the next round makes that durable, and
-        before it every byte of the generation."""
+        """Evidence says that a generation is complete. If its files do not speak against that, it
+        counts; the next round makes that durable, and before it every byte of the generation."""
         records = self.retention.complete(generation)
         if records:
             for ino in self.retention.members.get(generation, set()) & self.committer.dirty.keys():
                 self.committer.order(self.namespace.get(ino))
             self.committer.log_each(records)
+        record = self.namespace.generations.get(generation)
+        if records and record is not None and record.state == State.COMPLETE:
+            self.committer.log_each(self.retention.overtaken(generation))
             self.lanes.close(generation)
             if self.retention.reapable(generation):
                 self.nursery.start_soon(self._reap, generation)

@@ -277,7 +277,7 @@ class Stream:
             slot = self._free.pop()
         else:
             self.slots_left -= 1
-            slot = memoryview(Slot(SLOT))
+            slot = memoryview(Slot(SLOT, clear=False))
         opened = OpenRun(lane, self.lanes.hint(lane).kind, slot)
         self._open[id(opened.run)] = opened
         return opened

@@ -34,13 +34,14 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from retainzfs import attributes, errors, generations, hints, layout, observe
 from retainzfs.core import Options
+from retainzfs.inodes import Spans
 from retainzfs.layout import BLOCK
 from retainzfs.names import RENAME_EXCHANGE, RENAME_NOREPLACE, Names
 from retainzfs.namespace import ROOT, FSError, Inode
@@ -82,7 +83,7 @@ class StatFs:
 
 
 def _alive() -> bool:
-    return False  # not killed
+    return False  # has not died
 
 
 class Volume(Names):
@@ -153,7 +154,7 @@ class Volume(Names):
             raise inode.error.with_traceback(None)
         if not view:
             return 0
-        with self.kept(inode):
+        with self.kept(inode), self._missed(inode, offset, len(view)):
             async with self._locked_with_room(inode, len(view) + WRITE_SLACK):
                 inode.mtime_ns = inode.ctime_ns = self.options.wall_ns()
                 if inode.mode & (stat.S_ISUID | stat.S_ISGID) or inode.xattrs:
@@ -166,22 +167,30 @@ class Volume(Names):
         self.logical += len(view)
         return len(view)
 
+    @contextmanager
+    def _missed(self, inode: Inode, offset: int, length: int) -> Iterator[None]:
+        """Note the bytes of a write that fails, until a later one brings them."""
+        try:
+            yield
+        except errors.RetainzError:
+            inode.missing = inode.missing or Spans()
+            inode.missing.add(offset, offset + length)
+            raise
+        if inode.missing:
+            inode.missing.remove(offset, offset + length)
+
     @asynccontextmanager
     async def _locked_with_room(self, inode: Inode, nbytes: int) -> AsyncIterator[None]:
         """Hold the inode's lock, with room for so many bytes to be staged. Raises NoSpace."""
         lock = self.stream.stage(inode).lock
-        try:
-            await self._admit(grows=True)
-            while True:
-                await lock.acquire()
-                kind = self.lanes.hint(self.lane(inode)).kind  # a rename may have changed it
-                if self.lanes.fits(kind, nbytes):
-                    break
-                lock.release()
-                await self.reclaim.make_room(kind, nbytes)
-        except errors.NoSpace:
-            inode.refused = True
-            raise
+        await self._admit(grows=True)
+        while True:
+            await lock.acquire()
+            kind = self.lanes.hint(self.lane(inode)).kind  # a rename may have changed it
+            if self.lanes.fits(kind, nbytes):
+                break
+            lock.release()
+            await self.reclaim.make_room(kind, nbytes)
         self.lanes.admitted[kind] += nbytes  # staging awaits; nobody else may count on this room
         try:
             yield
@@ -191,14 +200,12 @@ class Volume(Names):
 
     def _change(self, inode: Inode) -> None:
         """The bytes of a file change; the caller holds its lock."""
+        self.committer.log_each(self.retention.reopened(inode))
         inode.writes += 1
         if inode.ino in self.committer.dirty:
             return
         commit = self.retention.policy_of(inode).commit
         self.committer.touch(inode, commit if isinstance(commit, float) else None)
-        records = self.retention.reopened(inode)
-        if records:
-            self.committer.log(*records)
 
     def _drop_privileges(self, inode: Inode) -> None:
         """A write takes set-user-ID and set-group-ID bits and file capabilities away; past the
@@ -210,13 +217,13 @@ class Volume(Names):
             self.committer.log(layout.XattrRemovedRecord(inode.ino, CAPABILITY))
 
     async def flush(
-        self, ino: int, *, wrote: bool = True, killed: Callable[[], bool] = _alive
+        self, ino: int, *, wrote: bool = True, died: Callable[[], bool] = _alive
     ) -> None:
         """A descriptor was closed: durable where the class says so, and perhaps the end of a save.
 
         `wrote`: it was one that changed the file; a reader's close says nothing about a save.
-        `killed` tells, when asked, whether nobody closed it because its process was killed. A clean
-        inode costs nothing. Raises the error of a write that failed in the background.
+        `died` tells, when asked, whether nobody closed it because its process came to a bad end. A
+        clean inode costs nothing. Raises the error of a write that failed in the background.
         """
         inode = self.namespace.inodes.get(ino)
         if inode is None:
@@ -226,8 +233,7 @@ class Volume(Names):
         if not wrote:
             return
         if inode.judged != inode.writes:
-            inode.judged = inode.writes
-            await self._judge(inode, killed=killed)
+            await self._judge(inode, died=died)
         if inode.nlink and self.syncs(inode):
             await self.fsync(ino)
 
@@ -250,44 +256,52 @@ class Volume(Names):
             if inode.error is not None:
                 raise inode.error.with_traceback(None)
 
-    async def _judge(self, inode: Inode, *, killed: Callable[[], bool]) -> None:
-        """Look for the evidence of completeness that a close gives."""
+    async def _judge(self, inode: Inode, *, died: Callable[[], bool]) -> None:
+        """Look for the evidence of completeness that a close gives, and for what speaks against."""
+        writes = inode.writes
         if inode.nlink == 0 or not inode.is_file:
             return
         if not inode.generation:
+            inode.judged = writes
             await self._follow_tracker(inode)
             return
-        if killed():
-            reason = "the process that was writing it was killed"
-            self.committer.log_each(self.retention.incomplete(inode.generation, reason))
-            return
         names = self.namespace.components(inode.ino)
-        context = self.retention.context(inode.parent, names[-1])
-        if context.match is None or context.match.temporary:
-            return
-        if context.match.depth != len(names) - 1:
-            if self.retention.marked(inode.parent, names[-1]):
-                self.completed(inode.generation)
-            return
-        head = bytes(await self.reader.read(inode, 0, hints.HEAD_BYTES))
-        wanted = hints.head_wanted(names[-1], inode.size, head)
-        if wanted > len(head):
-            head = bytes(await self.reader.read(inode, 0, wanted))
-        start = max(0, inode.size - hints.TAIL_BYTES)
-        tail = bytes(await self.reader.read(inode, start, hints.TAIL_BYTES))
-        finding = hints.examine(names[-1], inode.size, head, tail)
-        failed = inode.error is not None or inode.refused
-        if inode.judged != inode.writes:
-            return  # it changed while it was read; its next close judges it
-        if self.namespace.components(inode.ino) != names:
-            await self._judge(inode, killed=killed)
-            return
-        stem = context.match.stem
-        whole, reason = self.retention.judge(inode, stem, finding, failed=failed)
-        if whole:
-            self.completed(inode.generation)
+        match = self.retention.context(inode.parent, names[-1]).match
+        completes = False
+        doubt = ""
+        if died():
+            doubt = "the process that was writing it was killed, or failed, with the file open"
+        elif inode.error is not None or inode.missing:
+            doubt = "a write to it failed"
+        elif match is None or match.temporary or match.depth != len(names) - 1:
+            completes = self.retention.marked(inode.parent, names[-1])
         else:
-            self.committer.log_each(self.retention.incomplete(inode.generation, reason))
+            finding = await self._examine(inode, names[-1])
+            if inode.writes != writes:
+                return  # it changed while it was read; its next close judges it
+            if self.namespace.components(inode.ino) != names:
+                await self._judge(inode, died=died)
+                return
+            doubt = self.retention.judge(inode, match.stem, finding)
+            completes = not doubt
+        inode.judged, inode.doubt = writes, doubt  # not before: others of the generation wait
+        if inode.doubt:
+            self.committer.log_each(self.retention.incomplete(inode.generation, inode.doubt))
+        elif completes or inode.generation in self.retention.claimed:
+            self.completed(inode.generation)
+
+    async def _examine(self, inode: Inode, name: bytes) -> hints.Finding:
+        """Return what a file's own format says about it being whole."""
+        size = inode.size
+        examination = hints.examination(name, size)
+        try:
+            wanted = next(examination)
+            while True:
+                data = bytes(await self.reader.read(inode, *wanted))
+                wanted = examination.send(data)
+        except StopIteration as stop:
+            finding: hints.Finding = stop.value
+            return finding
 
     async def _follow_tracker(self, inode: Inode) -> None:
         """A file outside the generations was closed; perhaps it says which one is complete."""
@@ -359,7 +373,9 @@ class Volume(Names):
             self.retention.announce(inode, size)
             inode.size = size
         if size == 0:
-            inode.error, inode.refused = None, False
+            inode.error = None
+        if inode.missing:
+            inode.missing.cut(size)
 
     def _shrink(self, inode: Inode, size: int) -> None:
         self.stream.trim(inode, size)

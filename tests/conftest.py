@@ -10,13 +10,19 @@ import signal
 import subprocess
 import sys
 import tempfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from retainzfs import mkfs, mounts, unmounting
 from retainzfs.errors import RetainzError
+from tests import helpers, simulation
+from tests.witness import WatchedDevice
+
+settings.register_profile("nightly", print_blob=True)  # tests that know it draw far more examples
 
 IMAGE_SIZE = 256 << 20  # bytes; sparse
 COMMAND = (sys.executable, "-m", "retainzfs")
@@ -163,3 +169,27 @@ def run_python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         timeout=60,
         check=False,
     )
+
+
+@pytest.fixture(autouse=True)
+def power_cuts(request: pytest.FixtureRequest) -> Iterator[None]:
+    """With the marker `power_cuts(N)`: behind the test, cut the power at N random moments of what
+    it did on devices of `helpers.small_device`, and check what comes back."""
+    marker = request.node.get_closest_marker("power_cuts")
+    if marker is None:
+        yield
+        return
+    devices: list[WatchedDevice] = []
+    helpers.watching = devices
+    yield
+    helpers.watching = None
+    seed = request.config.getoption("--power-cut-seed")
+    seed = zlib.crc32(request.node.nodeid.encode()) if seed is None else seed
+    for device in devices:
+        violations = simulation.cut(device, seed, moments=marker.args[0])
+        assert not violations, f"--power-cut-seed {seed}:\n" + "\n".join(violations)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    text = "of the moments that are drawn for tests with the marker power_cuts"
+    parser.addoption("--power-cut-seed", type=int, metavar="SEED", help=text)

@@ -24,8 +24,6 @@ from retainzfs.zones import Kind
 from tests.helpers import (
     DIRECTORY,
     FILE,
-    CrashingDevice,
-    check_quiescent,
     content,
     formatted,
     mounted,
@@ -35,6 +33,7 @@ from tests.helpers import (
     until_power_cut,
     zones_of,
 )
+from tests.quiescence import check_quiescent
 
 pytestmark = pytest.mark.volume
 
@@ -220,7 +219,7 @@ async def test_a_write_survives_the_copy_that_it_landed_on() -> None:
 
 
 async def test_a_generation_counts_as_complete_only_behind_its_bytes() -> None:
-    device = CrashingDevice(small_device().geometry)
+    device = small_device()
     await formatted(device)
     with until_power_cut():
         async with mounted(device, commit=3600.0) as volume:

@@ -15,18 +15,15 @@ from retainzfs.volume import ROOT, Volume
 from tests.helpers import (
     FILE,
     Clock,
-    CrashingDevice,
-    FaultyDevice,
     content,
     formatted,
     mounted,
-    options,
     put,
     small_device,
     until_power_cut,
 )
 
-pytestmark = pytest.mark.volume
+pytestmark = [pytest.mark.volume, pytest.mark.power_cuts(5)]
 
 
 async def test_fsyncs_at_one_time_share_their_flushes() -> None:
@@ -51,10 +48,10 @@ async def test_fsyncs_at_one_time_share_their_flushes() -> None:
 async def test_bytes_of_a_renamed_file_go_out_before_its_name() -> None:
     """The usual way to replace a file, without any fsync: a crash shows the old or the new."""
     for cut in range(1, 12):
-        device = CrashingDevice(small_device().geometry)
+        device = small_device()
         await formatted(device)
         with until_power_cut():
-            async with Volume.mounted(device, options()) as volume:
+            async with mounted(device) as volume:
                 old = await put(volume, ROOT, b"name", b"old" * 3000)
                 await volume.fsync(old)
                 await put(volume, ROOT, b"temp", b"new" * 3000)
@@ -77,10 +74,10 @@ async def test_what_nobody_syncs_is_durable_after_a_while(
         def monotonic_s(self) -> float:
             return trio.current_time()
 
-    device = CrashingDevice(small_device().geometry)
+    device = small_device()
     await formatted(device)
     with until_power_cut():
-        async with Volume.mounted(device, options(Synchronous())) as volume:
+        async with mounted(device, clock=Synchronous()) as volume:
             await put(volume, ROOT, b"f", b"x" * 10_000)
             await trio.sleep(1.5)
             assert volume.committer.dirty, "data wait longer than names"
@@ -96,14 +93,14 @@ async def test_what_nobody_syncs_is_durable_after_a_while(
 
 
 async def test_a_failed_flush_is_final() -> None:
-    device = await formatted(FaultyDevice(small_device().geometry))
+    device = await formatted(small_device())
     with trio.fail_after(10):
         async with mounted(device) as volume:
             ino = await put(volume, ROOT, b"f", b"x" * 50_000)
-            device.broken = True
+            device.fail("flush")
             with pytest.raises(RetainzError):
                 await volume.fsync(ino)
-            device.broken = False
+            device.faults.clear()
             with pytest.raises(ReadOnly):
                 await volume.fsync(ino)
             with pytest.raises(ReadOnly):

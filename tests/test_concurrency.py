@@ -17,7 +17,7 @@ import trio
 import trio.testing
 
 from retainzfs import fsck
-from retainzfs.device import Geometry, Sums
+from retainzfs.device import Geometry
 from retainzfs.device.memory import MemoryDevice
 from retainzfs.errors import FSError, NoSpace
 from retainzfs.layout import BLOCK
@@ -26,8 +26,6 @@ from retainzfs.zones import Zone
 from tests.helpers import (
     DIRECTORY,
     FILE,
-    CrashingDevice,
-    check_quiescent,
     content,
     formatted,
     mounted,
@@ -35,6 +33,8 @@ from tests.helpers import (
     tree,
     until_power_cut,
 )
+from tests.quiescence import check_quiescent
+from tests.witness import WatchedDevice
 
 pytestmark = pytest.mark.volume
 
@@ -45,77 +45,8 @@ STEPS = 12  # operations of a task
 PAUSES_MAX = 6  # turns of other tasks during a device operation
 
 
-class SlowDevice(CrashingDevice):
-    """Yields while it works; appends land in order, with the bytes as they are at the end."""
-
-    def __init__(self, geometry: Geometry, rng: random.Random) -> None:
-        super().__init__(geometry)
-        self.rng = rng
-        self._last: dict[int, trio.Event] = {}  # zone → set when its newest append has landed
-
-    async def pause(self) -> None:
-        for _ in range(self.rng.randrange(PAUSES_MAX)):
-            await trio.lowlevel.checkpoint()
-
-    def append(
-        self, zone: int, offset: int, data: memoryview, header: bytes = b""
-    ) -> Awaitable[Sums]:
-        before, landed = self._last.get(zone), trio.Event()
-        self._last[zone] = landed
-        return self._land(zone, offset, data, header, before, landed)
-
-    async def _land(
-        self,
-        zone: int,
-        offset: int,
-        data: memoryview,
-        header: bytes,
-        before: trio.Event | None,
-        landed: trio.Event,
-    ) -> Sums:
-        given = bytes(data)
-        await self.pause()
-        if before is not None:
-            await before.wait()
-        assert bytes(data) == given, "staged bytes changed while they were being written"
-        try:
-            return await super().append(zone, offset, data, header)
-        finally:
-            landed.set()
-
-    def _idle(self, zone: int) -> None:
-        last = self._last.get(zone)
-        assert last is None or last.is_set(), f"zone {zone} is changed while it is written"
-
-    async def read(self, zone: int, offset: int, length: int, sums: bytes = b"") -> memoryview:
-        resets = self.rules.states[zone].resets
-        await self.pause()
-        data = await super().read(zone, offset, length, sums)
-        await self.pause()
-        assert self.rules.states[zone].resets == resets, f"zone {zone} was reset while it was read"
-        return data
-
-    async def flush(self) -> None:
-        await self.pause()
-        await super().flush()
-        await self.pause()
-
-    async def reset(self, zones: Sequence[int]) -> None:
-        for zone in zones:
-            self._idle(zone)
-        await self.pause()
-        await super().reset(zones)
-        await self.pause()
-
-    async def finish(self, zone: int) -> None:
-        self._idle(zone)
-        await self.pause()
-        await super().finish(zone)
-        await self.pause()
-
-    async def close_zone(self, zone: int) -> None:
-        await self.pause()
-        await super().close_zone(zone)
+def slow_device(geometry: Geometry, rng: random.Random) -> WatchedDevice:
+    return WatchedDevice(geometry, delay=lambda: rng.randrange(PAUSES_MAX))
 
 
 @pytest.fixture
@@ -417,7 +348,7 @@ async def test_everything_at_once(
     seed: int, rng: random.Random, autojump_clock: trio.testing.MockClock
 ) -> None:
     geometry = Geometry(256 << 10, 256 << 10, 40, 4, 6)
-    device = await formatted(SlowDevice(geometry, rng))
+    device = await formatted(slow_device(geometry, rng))
     with trio.fail_after(600):  # of the clock that jumps: nobody waits for what never comes
         async with mounted(device, pool=POOL_LEAST) as volume:
             made = [(await volume.make(ROOT, n, DIRECTORY, 0, 0)).ino for n in (b"a", b"b", b"run")]
@@ -496,7 +427,7 @@ async def test_a_power_cut_among_many_leaves_whole_versions(
     seed: int, rng: random.Random, autojump_clock: trio.testing.MockClock
 ) -> None:
     geometry = Geometry(256 << 10, 256 << 10, 24, 4, 6)
-    device = await formatted(SlowDevice(geometry, rng))
+    device = await formatted(slow_device(geometry, rng))
     device.cut_at = device.operations + rng.randrange(20, 400)
     tasks: list[Durable] = []
     with trio.fail_after(600), until_power_cut():

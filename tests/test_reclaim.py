@@ -13,7 +13,6 @@ from retainzfs.layout import BLOCK
 from retainzfs.volume import ROOT, Volume
 from tests.helpers import (
     FILE,
-    check_quiescent,
     content,
     formatted,
     mounted,
@@ -21,8 +20,9 @@ from tests.helpers import (
     small_device,
     zones_of,
 )
+from tests.quiescence import check_quiescent
 
-pytestmark = pytest.mark.volume
+pytestmark = [pytest.mark.volume, pytest.mark.power_cuts(5)]
 
 PIECE = 50_000
 
