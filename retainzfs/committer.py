@@ -52,6 +52,7 @@ class Committer:
         self.round = 1  # carries what is queued now
         self.durable_round = 0
         self.dirty: dict[int, Inode] = {}
+        self._generations: dict[int, int] = {}  # generation → round of its newest record
         self.failed: errors.RetainzError | None = None
         self.rounds = 0
         self.interval_s = interval_s
@@ -77,6 +78,8 @@ class Committer:
             self.namespace.apply(record)
             if isinstance(record, layout.InodeRecord | layout.SizeRecord):
                 self.namespace.inodes[record.ino].changed = self.round
+            elif isinstance(record, layout.GenerationRecord):
+                self._generations[record.generation] = self.round
         encoded = layout.encode_all(records)
         self._queue.append(encoded)
         self._queued += len(encoded)
@@ -102,7 +105,9 @@ class Committer:
             inode.due_s = self.clock_s() + (interval_s or self.interval_s)
 
     def clean(self, inode: Inode) -> bool:
-        return inode.ino not in self.dirty and inode.changed <= self.durable_round
+        """Whether all is durable of the inode, and of what its generation counts as."""
+        newest = max(inode.changed, self._generations.get(inode.generation, 0))
+        return inode.ino not in self.dirty and newest <= self.durable_round
 
     def forget(self, inode: Inode) -> None:
         self.dirty.pop(inode.ino, None)
@@ -205,6 +210,7 @@ class Committer:
         await self.journal.flush()
         failpoints.reach("commit-durable")
         self.durable_round = current
+        self._generations = {g: r for g, r in self._generations.items() if r > current}
         self._durable()
 
     def _ordered_but(self, held: dict[int, Inode]) -> list[Inode]:

@@ -15,7 +15,7 @@ import time
 import pytest
 
 from retainzfs import fsck, mkfs
-from tests import workload
+from tests import programs
 from tests.conftest import PATIENCE_S, Live
 from tests.promises import History
 
@@ -37,11 +37,11 @@ def test_promises_outlive_kills_at_random_moments(fresh: Live) -> None:
         seed = f"{SEED}, kill {kill}"
         fresh.mount()
         assert history.compare() == [], f"seed {seed}"
-        command = [sys.executable, "-m", "tests.workload", str(fresh.path), str(records), seed]
-        programs = subprocess.Popen(command)
+        command = [sys.executable, "-m", "tests.programs", str(fresh.path), str(records), seed]
+        running = subprocess.Popen(command)
         time.sleep(rng.uniform(0.2, LIFE_MAX_S))  # no event: a random moment is the point
         fresh.signal(signal.SIGKILL)
-        assert programs.wait(PATIENCE_S) == 0, f"seed {seed}"
+        assert running.wait(PATIENCE_S) == 0, f"seed {seed}"
         fresh.umount()
         report = fsck.check(str(fresh.image), scrub=True)
         assert not report.damaged, f"seed {seed}: {report.findings}"
@@ -49,6 +49,6 @@ def test_promises_outlive_kills_at_random_moments(fresh: Live) -> None:
     fresh.mount()
     assert history.compare() == [], f"seed {SEED}"
     told = {record.name for record in records.iterdir() if record.stat().st_size}
-    assert told == {program.__name__ for program in workload.PROGRAMS}
+    assert told == {program.__name__ for program in programs.PROGRAMS}
     fresh.umount()
     assert fsck.check(str(fresh.image), scrub=True).findings == []

@@ -1,217 +1,276 @@
-"""Programs that use a mount in different ways until it dies; `python -m tests.workload` runs them.
-
-Arguments: mount, directory for their records, seed. Each program is a process of its own and writes
-down what was promised to it (see `promises`). Ends with 0 when the mount is dead for all of them.
-"""
+"""Random programs on a volume: everything that a trainer, an editor or a vandal does to files."""
 
 from __future__ import annotations
 
 import errno
-import mmap
-import os
 import random
-import signal
-import struct
-import sys
-import traceback
-from collections.abc import Callable, Iterable
-from pathlib import Path
-from typing import Final
+import stat
+from collections.abc import Awaitable, Callable
 
-from tests.promises import Record
+from retainzfs.errors import NoSpace
+from retainzfs.volume import RENAME_EXCHANGE, RENAME_NOREPLACE, FSError, Volume
+from tests.helpers import DIRECTORY, FILE
 
-PAGE: Final = 4096
-KEPT: Final = 2  # generations
-SAVE_MIN: Final = 100 * PAGE  # bytes
-SHARDS: Final = ("__0_0.distcp", "__1_0.distcp", "__2_0.distcp", ".metadata")
-WORD: Final = 8  # bytes that a store changes at once
-
-Program = Callable[[Path, Record, random.Random], None]
+NAMES = [b"a", b"b", b"c", b"log", b"step-1.pt", b"step-2.pt", b"model-10.bin"]
+SIZES = [1, 100, 256, 257, 4096, 5000, 20_000, 70_000]
+LARGE = 300_000
+EXPECTED = (errno.ENOENT, errno.EEXIST, errno.EISDIR, errno.ENOTDIR,
+            errno.ENOTEMPTY, errno.EINVAL, errno.EPERM)  # fmt: skip
 
 
-def saves(root: Path, record: Record, rng: random.Random) -> None:
-    """Generations of one file: what was closed is saved, and the last two stay."""
-    run = _stream(root / "files")
-    while True:
-        for path in _retiring(path for path in run.iterdir() if _size(path) >= SAVE_MIN):
-            record.will(path, None)
-        path = run / f"step-{_next_number(run)}.msgpack"
-        data = rng.randbytes(rng.randrange(SAVE_MIN, SAVE_MIN + 10 * PAGE))
-        record.doubt(path)
-        path.write_bytes(data)
-        record.did(path, data)
+class Actor:
+    """Runs random operations below one directory. `kinds` counts them."""
 
+    def __init__(self, volume: Volume, top: int, rng: random.Random) -> None:
+        self.volume = volume
+        self.top = top
+        self.rng = rng
+        self.run = 0
+        self.directories: list[int] = []
+        self.generation = 0
+        self.kinds: dict[str, int] = {}
 
-def sharded_saves(root: Path, record: Record, rng: random.Random) -> None:
-    """Generations of several files, whole with a marker, as DCP of torch writes them."""
-    run = _stream(root / "shards")
-    while True:
-        for path in _retiring(path for path in run.iterdir() if (path / ".metadata").exists()):
-            for name in SHARDS:
-                record.will(path / name, None)
-        directory = run / f"step-{_next_number(run)}"
-        directory.mkdir()
-        for name in SHARDS[:-1]:
-            _synced(directory / name, rng.randbytes(20 * PAGE + 1), record)
-        data = rng.randbytes(1000)
-        beside = directory / ".metadata.tmp"
-        beside.write_bytes(data)
-        record.doubt(directory / ".metadata")
-        beside.rename(directory / ".metadata")
-        record.did(directory / ".metadata", data)
+    async def prepare(self) -> None:
+        """Make the directories that the operations take for granted."""
+        volume = self.volume
+        self.run = (await volume.make(self.top, b"run", DIRECTORY, 0, 0)).ino
+        await volume.setxattr(self.run, b"user.retainz.keep_last", b"2")
+        if self.rng.random() < 0.7:
+            await volume.setxattr(self.run, b"user.retainz.reap", b"1")
+        other = (await volume.make(self.top, b"other", DIRECTORY, 0, 0)).ino
+        cache = (await volume.make(self.top, b"cache", DIRECTORY, 0, 0)).ino
+        await volume.setxattr(cache, b"user.retainz.class", b"cache")
+        deep = (await volume.make(other, b"deep", DIRECTORY, 0, 0)).ino
+        self.directories = [self.top, other, other, cache, deep]
 
+    async def step(self) -> str:
+        """Do one operation; return its name."""
+        name = self.rng.choices(list(OPERATIONS), list(OPERATIONS.values()))[0]
+        operation: Callable[[], Awaitable[None]] = getattr(self, name)
+        try:
+            await operation()
+        except FSError as error:
+            if error.errno not in EXPECTED:
+                raise
+        except NoSpace:
+            await self.make_room()
+        self.kinds[name] = self.kinds.get(name, 0) + 1
+        return name
 
-def settings(root: Path, record: Record, rng: random.Random) -> None:
-    """A file that is replaced by another one: the old one or the new one is there, and whole."""
-    path = root / "config.json"
-    for number in range(1 << 30):
-        beside = root / f"config.{number % 3}"
-        data = rng.randbytes(rng.choice((10, 300, 9000)))
-        beside.write_bytes(data)
-        record.will(path, data)
-        beside.rename(path)
-        if rng.random() < 0.3:
-            _sync(root)
-            record.did(path, data)
+    def place(self) -> tuple[int, bytes]:
+        return self.rng.choice(self.directories), self.rng.choice(NAMES)
 
+    def existing(self, *, directories: bool = False) -> tuple[int, bytes]:
+        """Return a name that exists, where there is one; a directory's only if asked for."""
+        for _ in range(8):
+            parent, name = self.place()
+            ino = dict(self.volume.entries(parent)).get(name)
+            if ino is not None and self.volume.inode(ino).is_dir <= directories:
+                return parent, name
+        return self.place()
 
-def logs(root: Path, record: Record, rng: random.Random) -> None:
-    path = root / "log"
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    while True:
-        at = os.fstat(fd).st_size
-        data = rng.randbytes(rng.randrange(1, 3000))
-        os.write(fd, data)
-        os.fsync(fd)
-        record.did(path, data, at)
+    def data(self) -> bytes:
+        size = LARGE if self.rng.random() < 0.05 else self.rng.choice(SIZES)
+        return self.rng.randbytes(size)
 
+    async def opened(self, parent: int, name: bytes) -> int:
+        try:
+            inode = self.volume.lookup(parent, name)
+        except FSError:
+            inode = await self.volume.make(parent, name, FILE, 0, 0)
+        if not inode.is_file:
+            raise FSError(errno.EISDIR, name)
+        self.volume.open(inode.ino)
+        return inode.ino
 
-def maps(root: Path, record: Record, rng: random.Random) -> None:
-    """Stores to a shared map; they are durable after msync."""
-    path, pages = root / "array", 40
-    with path.open("a+b") as file:
-        if os.fstat(file.fileno()).st_size < pages * PAGE:
-            for page in range(pages):
-                record.doubt(path, bytes(WORD), page * PAGE)
-            os.ftruncate(file.fileno(), pages * PAGE)
-        shared = mmap.mmap(file.fileno(), pages * PAGE)
-    while True:
-        words = {page * PAGE: rng.randbytes(WORD) for page in rng.sample(range(pages), 5)}
-        for at, word in words.items():
-            record.will(path, word, at)
-            struct.pack_into("8s", shared, at, word)
-        shared.flush()
-        for at, word in words.items():
-            record.did(path, word, at)
+    async def closed(self, ino: int) -> None:
+        try:
+            await self.volume.flush(ino)
+        finally:
+            self.volume.close(ino)
 
+    # Bytes
 
-def deletions(root: Path, record: Record, rng: random.Random) -> None:
-    """Files that come, and are gone for good once their directory was synced."""
-    directory = root / "spool"
-    directory.mkdir(exist_ok=True)
-    while True:
-        path = directory / rng.randbytes(8).hex()
-        _synced(path, rng.randbytes(rng.randrange(10 * PAGE)), record)
-        files = sorted(directory.iterdir())
-        if len(files) > 10:
-            gone = rng.sample(files, 6)
-            for path in gone:
-                record.will(path, None)
-                path.unlink()
-            _sync(directory)
-            for path in gone:
-                record.did(path, None)
-            os.setxattr(root, "user.retainz.gc", b"1")
+    async def write(self) -> None:
+        ino = await self.opened(*self.place())
+        try:
+            for _ in range(self.rng.randrange(1, 4)):
+                at = self.rng.randrange(self.volume.inode(ino).size + 10_000)
+                await self.volume.write(ino, at, self.data())
+        finally:
+            await self.closed(ino)
 
+    async def overwrite(self) -> None:
+        """Whole blocks in place, as a map or a database does."""
+        ino = await self.opened(*self.existing())
+        try:
+            blocks = self.volume.inode(ino).size // 4096 + 1
+            for _ in range(self.rng.randrange(1, 6)):
+                at = self.rng.randrange(blocks) * 4096
+                await self.volume.write(ino, at, self.rng.randbytes(4096))
+        finally:
+            await self.closed(ino)
 
-def _stream(directory: Path) -> Path:
-    directory.mkdir(exist_ok=True)
-    os.setxattr(directory, "user.retainz.keep_last", b"%d" % KEPT)
-    os.setxattr(directory, "user.retainz.reap", b"1")
-    return directory
+    async def append(self) -> None:
+        ino = await self.opened(*self.place())
+        try:
+            await self.volume.write(ino, self.volume.inode(ino).size, self.data())
+        finally:
+            await self.closed(ino)
 
+    async def replace(self) -> None:
+        ino = await self.opened(*self.place())
+        try:
+            await self.volume.setattr(ino, size=0)
+            await self.volume.write(ino, 0, self.data())
+        finally:
+            await self.closed(ino)
 
-def _number(path: Path) -> int:
-    return int(path.stem.removeprefix("step-"))
+    async def truncate(self) -> None:
+        ino = self.volume.lookup(*self.existing()).ino
+        size = self.rng.randrange(self.volume.inode(ino).size + 9000)
+        await self.volume.setattr(ino, size=size)
 
+    async def unfinished(self) -> None:
+        """Write, and unlink while it is open."""
+        parent, name = self.place()
+        ino = await self.opened(parent, name)
+        try:
+            await self.volume.write(ino, 0, self.data())
+            await self.volume.unlink(parent, name)
+            await self.volume.write(ino, 5000, self.data())
+        finally:
+            await self.closed(ino)
 
-def _next_number(run: Path) -> int:
-    return max(map(_number, run.iterdir()), default=0) + 1
+    async def fsync(self) -> None:
+        await self.volume.fsync(self.volume.lookup(*self.existing(directories=True)).ino)
 
+    async def fsync_directory(self) -> None:
+        await self.volume.fsync(self.rng.choice(self.directories))
 
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:
-        return 0  # the filesystem has deleted it meanwhile
+    async def sync(self) -> None:
+        await self.volume.syncfs()
 
+    # Names
 
-def _retiring(whole: Iterable[Path]) -> list[Path]:
-    """Return the generations that may go once there is one more."""
-    return sorted(whole, key=_number)[: -(KEPT - 1)]
+    async def unlink(self) -> None:
+        await self.volume.unlink(*self.existing())
 
+    async def rename(self) -> None:
+        flags = self.rng.choice([0, 0, 0, RENAME_NOREPLACE])
+        source = self.existing(directories=True)
+        target = self.existing() if self.rng.random() < 0.5 else self.place()
+        await self.volume.rename(*source, *target, flags)
 
-def _synced(path: Path, data: bytes, record: Record) -> None:
-    record.doubt(path)
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    record.did(path, data)
+    async def exchange(self) -> None:
+        one, other = self.existing(directories=True), self.existing(directories=True)
+        await self.volume.rename(*one, *other, RENAME_EXCHANGE)
 
+    async def edit(self) -> None:
+        """Write beside and rename over, without any fsync, as editors do."""
+        parent, name = self.place()
+        ino = await self.opened(parent, b"new~")
+        try:
+            await self.volume.setattr(ino, size=0)
+            await self.volume.write(ino, 0, self.data())
+        finally:
+            await self.closed(ino)
+        await self.volume.rename(parent, b"new~", parent, name)
 
-def _sync(directory: Path) -> None:
-    fd = os.open(directory, os.O_RDONLY)
-    os.fsync(fd)
-    os.close(fd)
+    async def link(self) -> None:
+        ino = self.volume.lookup(*self.existing()).ino
+        await self.volume.link(ino, *self.place())
 
+    async def symlink(self) -> None:
+        parent, name = self.place()
+        await self.volume.make(parent, name, stat.S_IFLNK | 0o777, 0, 0, target=b"../" + name)
 
-PROGRAMS: Final[tuple[Program, ...]] = (
-    saves,
-    sharded_saves,
-    settings,
-    logs,
-    maps,
-    deletions,
-)
+    async def directory(self) -> None:
+        parent, name = self.place()
+        try:
+            made = await self.volume.make(parent, name, DIRECTORY, 0, 0)
+            self.directories.append(made.ino)
+        except FSError:
+            await self.volume.rmdir(parent, name)
 
+    async def attribute(self) -> None:
+        ino = self.volume.lookup(*self.existing(directories=True)).ino
+        name = self.rng.choice([b"user.one", b"user.two"])
+        if self.rng.random() < 0.7:
+            await self.volume.setxattr(ino, name, self.rng.randbytes(self.rng.choice([0, 9, 900])))
+        elif name in self.volume.listxattr(ino):
+            await self.volume.removexattr(ino, name)
 
-def _run(program: Program, root: Path, records: Path, seed: str) -> int:
-    """Return the exit code."""
-    record = Record(records / program.__name__, root)
-    try:
-        program(root, record, random.Random(f"{seed} {program.__name__}"))
-    except OSError as error:
-        if error.errno in (errno.ENOTCONN, errno.ECONNABORTED):
-            return 0
-        traceback.print_exc()
-    return 1
+    async def mode(self) -> None:
+        ino = self.volume.lookup(*self.existing()).ino
+        await self.volume.setattr(ino, mode=self.rng.choice([0o600, 0o644, 0o755]))
 
+    # Generations
 
-def main() -> int:
-    root, records, seed = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
-    children = {}
-    for program in PROGRAMS:
-        child = os.fork()
-        if not child:
-            code = 1
+    async def save(self) -> None:
+        """A generation in one file; its close is durable and may retire older ones."""
+        self.generation += 1
+        ino = await self.opened(self.run, b"epoch-%d.bin" % self.generation)
+        try:
+            for at in range(0, self.rng.choice([20_000, 200_000]), 50_000):
+                await self.volume.write(ino, at, self.rng.randbytes(50_000))
+            if self.rng.random() < 0.3:
+                await self.volume.fsync(ino)
+        finally:
+            await self.closed(ino)
+
+    async def save_directory(self) -> None:
+        """A generation as PyTorch DCP writes it: shards, then the marker by a rename."""
+        self.generation += 1
+        name = b"step-%d" % self.generation
+        step = (await self.volume.make(self.run, name, DIRECTORY, 0, 0)).ino
+        for file in (b"__0_0.distcp", b"__1_0.distcp", b".metadata.tmp"):
+            ino = await self.opened(step, file)
             try:
-                code = _run(program, root, records, seed)
+                await self.volume.write(ino, 0, self.rng.randbytes(self.rng.choice([300, 90_000])))
+                if file == b".metadata.tmp":
+                    await self.volume.fsync(ino)
             finally:
-                sys.stderr.flush()
-                os._exit(code)
-        children[child] = program
-    failed = False
-    while children:
-        child, status = os.wait()
-        program = children.pop(child)
-        code = os.waitstatus_to_exitcode(status)
-        # A page of a map that cannot be read any more is a SIGBUS.
-        if code and not (program is maps and code == -signal.SIGBUS):
-            print(f"{program.__name__} ended with {code}", file=sys.stderr)
-            failed = True
-    return int(failed)
+                await self.closed(ino)
+        await self.volume.rename(step, b".metadata.tmp", step, b".metadata")
+
+    async def commit(self) -> None:
+        """Say of a generation that it is complete."""
+        for name, ino in self.volume.entries(self.run):
+            if name.endswith(b".bin") and self.rng.random() < 0.5:
+                await self.volume.setxattr(ino, b"user.retainz.commit", b"1")
+                return
+
+    async def retire(self) -> None:
+        """Delete a generation as a framework does."""
+        names = self.volume.entries(self.run)
+        if len(names) > 2:
+            name, ino = self.rng.choice(names)
+            if not self.volume.inode(ino).is_dir:
+                await self.volume.unlink(self.run, name)
+                return
+            for child, _ in self.volume.entries(ino):
+                await self.volume.unlink(ino, child)
+            await self.volume.rmdir(self.run, name)
+
+    async def collect(self) -> None:
+        await self.volume.collect()
+
+    async def make_room(self) -> None:
+        """The device is full: delete what is largest."""
+        there = sorted({*self.directories, self.run} & set(self.volume.namespace.inodes))
+        found = [(parent, name, ino) for parent in there
+                 for name, ino in self.volume.entries(parent)
+                 if self.volume.inode(ino).is_file]  # fmt: skip
+        found.sort(key=lambda entry: self.volume.inode(entry[2]).size)
+        for parent, name, _ in found[-3:]:
+            await self.volume.unlink(parent, name)
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+# How often each comes, relative to the others.
+OPERATIONS = {
+    "write": 8, "overwrite": 6, "append": 5, "replace": 4, "truncate": 4, "unfinished": 2,
+    "fsync": 6, "fsync_directory": 2, "sync": 1, "unlink": 5, "rename": 5, "exchange": 2,
+    "edit": 4, "link": 3, "symlink": 2, "directory": 3, "attribute": 4, "mode": 2, "save": 6,
+    "save_directory": 4, "commit": 2, "retire": 3, "collect": 2,
+}  # fmt: skip
