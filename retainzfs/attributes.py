@@ -152,5 +152,6 @@ async def _act(volume: Volume, inode: Inode, act: Act) -> None:
     members = volume.retention.members.get(generation, set())
     dirty = [i for ino, i in volume.committer.dirty.items() if ino in members]
     await volume.committer.commit(dirty)
+    volume.retention.vouched(generation)
     volume.completed(generation)
     await volume.committer.commit()

@@ -88,35 +88,45 @@ async def check_device(
     """Check an opened device, close it, and add what was found to the report."""
     try:
         await device.start()
-        try:
-            recovered = await recovery.recover(device)
-        except errors.Damaged as damage:
-            report.findings.append(Finding(str(damage.args[1])))
-            return
-        namespace = recovered.namespace
-        if not recovered.clean:
-            text = (
-                f"not unmounted cleanly; {recovered.rolled_back} bytes of log will be rolled back"
-            )
-            report.findings.append(Finding(text, damage=False))
-        if recovered.orphans:
-            text = f"{len(recovered.orphans)} files were deleted while open; a mount frees them"
-            report.findings.append(Finding(text, damage=False))
-        report.findings += map(Finding, _structure(device, namespace))
-        report.directories = sum(inode.is_dir for inode in namespace.inodes.values())
-        report.files = len(namespace.inodes) - report.directories
-        live: Counter[int] = Counter()
-        for inode in namespace.inodes.values():
-            for extent in inode.extents:
-                live[extent.run.zone] += extent.blocks * BLOCK
-        report.live = dict(sorted(live.items()))
-        if scrub:
-            await _scrub(device, namespace, report, progress)
+        await _examine(device, report, scrub, progress)
     finally:
         await device.aclose()
 
 
-def _structure(device: Device, namespace: Namespace) -> Iterator[str]:
+async def examine(device: Device, *, scrub: bool = False) -> Report:
+    """Check a device that is started and not mounted."""
+    report = Report(device.name)
+    await _examine(device, report, scrub, _silent)
+    return report
+
+
+async def _examine(device: Device, report: Report, scrub: bool, progress: Progress) -> None:
+    try:
+        recovered = await recovery.recover(device)
+    except errors.Damaged as damage:
+        report.findings.append(Finding(str(damage.args[1])))
+        return
+    namespace = recovered.namespace
+    if not recovered.clean:
+        text = f"not unmounted cleanly; {recovered.rolled_back} bytes of log will be rolled back"
+        report.findings.append(Finding(text, damage=False))
+    if recovered.orphans:
+        text = f"{len(recovered.orphans)} files were deleted while open; a mount frees them"
+        report.findings.append(Finding(text, damage=False))
+    report.findings += map(Finding, structure(device, namespace))
+    report.directories = sum(inode.is_dir for inode in namespace.inodes.values())
+    report.files = len(namespace.inodes) - report.directories
+    live: Counter[int] = Counter()
+    for inode in namespace.inodes.values():
+        for extent in inode.extents:
+            live[extent.run.zone] += extent.blocks * BLOCK
+    report.live = dict(sorted(live.items()))
+    if scrub:
+        await _scrub(device, namespace, report, progress)
+
+
+def structure(device: Device, namespace: Namespace) -> Iterator[str]:
+    """Yield where a volume contradicts itself or the zones."""
     zones = device.report()
     first_data = journal.metadata_zones(len(zones))
     for inode in namespace.inodes.values():
@@ -134,7 +144,7 @@ def _file(namespace: Namespace, inode: Inode) -> Iterator[str]:
     path = namespace.path(inode.ino)
     if inode.is_dir and inode.ino != inode.parent and inode.parent not in namespace.inodes:
         yield f"{path}: its parent directory, inode {inode.parent}, does not exist"
-    if inode.generation and inode.generation not in namespace.generations:
+    if inode.nlink and inode.generation and inode.generation not in namespace.generations:
         yield f"{path}: belongs to generation {inode.generation}, which does not exist"
     end = -(-inode.size // BLOCK)
     if inode.extents and inode.extents[-1].end > end:

@@ -22,7 +22,7 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
     frozenset(layer.split())
     for layer in (
         "errors",
-        "_zio mounts",
+        "_zio failpoints mounts",
         "layout hints",
         "device",
         "zones inodes",

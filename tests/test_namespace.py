@@ -161,6 +161,18 @@ def test_merged_spans_hold_the_same_blocks(spans: list[tuple[int, int]]) -> None
     assert all(a[1] < b[0] for a, b in pairwise(merged))
 
 
+@given(st.lists(st.tuples(block, block), max_size=8), block, block)
+def test_removed_spans_are_gone_and_nothing_else(
+    spans: list[tuple[int, int]], start: int, end: int
+) -> None:
+    left = Spans(spans)
+    left.remove(start, end)
+    held = {b for s, e in spans for b in range(s, e)} - set(range(start, end))
+    assert {b for s, e in left for b in range(s, e)} == held
+    assert all(s < e for s, e in left)
+    assert all(a[1] < b[0] for a, b in pairwise(left))
+
+
 KEYS = st.integers(2, 4)
 RECORDS = st.one_of(
     st.builds(inode_record, KEYS),

@@ -16,7 +16,6 @@ from retainzfs.layout import BLOCK
 from retainzfs.volume import ROOT, FSError, Volume
 from tests.helpers import (
     FILE,
-    CrashingDevice,
     content,
     formatted,
     mounted,
@@ -151,8 +150,7 @@ async def test_bytes_above_a_write_pointer_are_an_error_of_their_file() -> None:
         (zone,) = zones_of(volume, second)
         pointer = volume.inode(second).extents[0].run.start * BLOCK
         assert zones_of(volume, first) == {zone}
-    device.rules.states[zone].pointer = pointer
-    del device._zones[zone][pointer:]
+    device.roll_back(zone, pointer)
     async with mounted(device) as volume:
         assert await content(volume, first) == b"1" * 50_000
         with pytest.raises(FSError) as caught:
@@ -200,7 +198,7 @@ async def test_the_log_goes_on_beside_a_zone_that_takes_no_more(clean: bool) -> 
 
 
 async def test_orphans_are_gone_after_a_crash() -> None:
-    device = CrashingDevice(small_device().geometry)
+    device = small_device()
     await formatted(device)
     with until_power_cut():
         async with Volume.mounted(device, options()) as volume:
