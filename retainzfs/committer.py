@@ -150,7 +150,10 @@ class Committer:
 
     def fail(self, error: errors.RetainzError) -> None:
         """Sticky: nothing is acknowledged from here on."""
+        if error.errno in errors.GONE:
+            error = errors.DeviceGone(self.device.name, error)
         self.failed = self.failed or error
+        self._wake.set()
         for _, done in self._waiting:
             done.set()
         self._waiting = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Self
 
@@ -21,6 +21,7 @@ from retainzfs.reader import Reader
 from retainzfs.reclaim import Reclaim
 from retainzfs.retention import Retention, State
 from retainzfs.stream import POOL, Stream
+from retainzfs.trouble import Trouble
 from retainzfs.zones import ZoneTable
 
 log = logging.getLogger(__name__)
@@ -94,16 +95,18 @@ class Core:
         self.retention = Retention(self.namespace, self.now_s)
         self.retention.restore()
         self.table = recovery.rebuild_table(device, self.namespace, self.retention)
+        self.trouble = Trouble(device, self.table, self.namespace, nursery, self.now_s)
         self.lanes = Lanes(
             device,
             self.table,
+            self.trouble,
             placement.policy(options.policy),
             self.retention.hint_of,
             self.retention.retire_of,
             self.now_s,
             self.retention.unit_s,
         )
-        self.reader = Reader(device, self.table, self.namespace)
+        self.reader = Reader(device, self.table, self.namespace, self.trouble)
         self.reader.left = self.lanes.changed
         self.stream = Stream(device, self.lanes, self.reader, self.uuid, nursery, pool=options.pool)
         self.lanes.staged = self.stream.staged
@@ -116,6 +119,8 @@ class Core:
             self._now_durable,
             options.commit if isinstance(options.commit, float) else DATA_INTERVAL_S,
         )
+        self.trouble.stop = self.committer.fail
+        self.trouble.turned = self._zones_changed
         self.namespace.ledger = Accounts(self.table, lambda: self.committer.round)
         self.reclaim = Reclaim(
             device,
@@ -157,11 +162,13 @@ class Core:
                 await volume.committer.snapshot()
             nursery.start_soon(volume._serve)
             await volume.reclaim.reset_dead()
+            volume._zones_changed()
             yield volume
             if volume.failed is None:
                 for inode in [i for i in volume.namespace.inodes.values() if not i.nlink]:
                     volume.discard(inode)  # nobody can use it any more
                 await volume.committer.close()
+                volume._tell_of_losses()
             else:
                 nursery.cancel_scope.cancel()
 
@@ -227,15 +234,26 @@ class Core:
             self.lanes.close(inode.generation)
         return records
 
+    def _tell_of_losses(self) -> None:
+        """What nobody has asked for since its write failed is lost with the mount."""
+        for inode in self.committer.dirty.values():
+            if inode.error is not None:
+                path = self.namespace.path(inode.ino)
+                log.error("%s: its last changes are lost: %s", path, inode.error)
+
     def _now_durable(self) -> None:
         if self.table.resettable(self.committer.durable_round):
-            self.nursery.start_soon(self._reset_dead)
+            self.nursery.start_soon(self.reclaim.reset_dead)
+        self._zones_changed()
 
-    async def _reset_dead(self) -> None:
-        try:
-            await self.reclaim.reset_dead()
-        except errors.RetainzError as error:
-            self.committer.fail(error)
+    def _zones_changed(self) -> None:
+        """Perhaps there are read-only zones now, or there is room for what lives in them."""
+        if self.reclaim.drainable():
+            self.nursery.start_soon(self._drain)
+
+    async def _drain(self) -> None:
+        with suppress(errors.RetainzError):  # the volume has stopped, and has told why
+            await self.reclaim.drain()
 
     def _check(self) -> None:
         if self.committer.failed is not None:

@@ -113,6 +113,7 @@ async def _examine(device: Device, report: Report, scrub: bool, progress: Progre
     if recovered.orphans:
         text = f"{len(recovered.orphans)} files were deleted while open; a mount frees them"
         report.findings.append(Finding(text, damage=False))
+    report.findings += [Finding(text, damage=False) for text in _worn(device)]
     report.findings += map(Finding, structure(device, namespace))
     report.directories = sum(inode.is_dir for inode in namespace.inodes.values())
     report.files = len(namespace.inodes) - report.directories
@@ -129,8 +130,10 @@ def structure(device: Device, namespace: Namespace) -> Iterator[str]:
     """Yield where a volume contradicts itself or the zones."""
     zones = device.report()
     first_data = journal.metadata_zones(len(zones))
+    offline = {zone.index for zone in zones if zone.condition is Condition.OFFLINE}
     for inode in namespace.inodes.values():
         yield from _file(namespace, inode)
+        yield from _lost(namespace, inode, offline)
     for index, runs in sorted(namespace.runs.items()):
         if not runs:
             continue
@@ -154,6 +157,26 @@ def _file(namespace: Namespace, inode: Inode) -> Iterator[str]:
             yield f"{path}: two extents hold block {other.block}"
 
 
+def _lost(namespace: Namespace, inode: Inode, offline: set[int]) -> Iterator[str]:
+    for extent in inode.extents if offline else ():
+        if extent.run.zone in offline:
+            end = min(extent.end * BLOCK, inode.size)
+            span = f"bytes {extent.block * BLOCK} to {end} are lost"
+            yield f"{namespace.path(inode.ino)}: {span}: zone {extent.run.zone} is offline"
+
+
+def _worn(device: Device) -> Iterator[str]:
+    zones = device.report()
+    first_data = journal.metadata_zones(len(zones))
+    for zone in zones:
+        what = "metadata zone" if zone.index < first_data else "zone"
+        if zone.condition is Condition.READ_ONLY:
+            then = "it is not written" if zone.index < first_data else "a mount drains it"
+            yield f"{what} {zone.index} is read-only; {then}"
+        elif zone.condition is Condition.OFFLINE:
+            yield f"{what} {zone.index} is offline and cannot be read"
+
+
 def _zone(namespace: Namespace, zone: ZoneReport, runs: list[Run]) -> Iterator[str]:
     epoch = namespace.zone_epochs.get(zone.index, 0)
     end = recovery.written(zone)
@@ -167,8 +190,6 @@ def _zone(namespace: Namespace, zone: ZoneReport, runs: list[Run]) -> Iterator[s
             yield f"{where}: beyond the write pointer {end // BLOCK}; belongs to {paths}"
         if not run.single:
             yield f"{where}: held more than once; belongs to {paths}"
-    if zone.condition is Condition.OFFLINE:
-        yield f"zone {zone.index} is offline; {len(runs)} runs in it are lost"
     for one, other in pairwise(runs):
         if one.start + one.blocks > other.start:
             yield f"zone {zone.index}: the runs at blocks {one.start} and {other.start} overlap"

@@ -10,12 +10,14 @@ Invariants
 - Sequences have no gaps; durability is a prefix of the log.
 - A zone is recycled only when it lies before the newest complete snapshot.
 - Nothing is appended behind a torn batch: after an unclean end the log goes on in a fresh zone.
-- A failed append or flush is final: the journal refuses everything from then on.
+- A failed append or flush is final: the journal refuses everything from then on. Only a zone in
+  which there is no batch yet may be left for another one; nothing was acknowledged in it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from retainzfs import errors, failpoints, layout
@@ -29,6 +31,7 @@ STUCK = (Condition.READ_ONLY, Condition.OFFLINE)  # a zone that is never written
 OF_SNAPSHOT = (BatchKind.SNAPSHOT_BEGIN, BatchKind.SNAPSHOT, BatchKind.SNAPSHOT_END)
 UNFINISHED = (BatchKind.SNAPSHOT_BEGIN, BatchKind.SNAPSHOT)  # nothing, without what comes behind
 READ_CHUNK = 1 << 20  # bytes read at a time while replaying
+ATTEMPTS = 3  # zones that are tried as the next one of the chain
 
 
 def metadata_zones(zone_count: int) -> int:
@@ -81,6 +84,7 @@ class Journal:
         self.since_snapshot = 0  # bytes of log since the newest snapshot began
         self.snapshot_size = 0  # bytes of the newest complete snapshot
         self.appended = 0  # bytes, padding and superblocks included
+        self._refused: set[int] = set()  # zones whose first append, or reset, failed
         self.failed: errors.RetainzError | None = None
 
     @property
@@ -114,7 +118,15 @@ class Journal:
         try:
             if self.write_pointer + len(data) > self.capacity or self.torn:
                 await self._next_zone(sequence)
-            await self._write(data)
+            try:
+                await self._write(data)
+            except errors.RetainzError:
+                if self.write_pointer > BLOCK:
+                    raise
+                # No batch is in this zone yet: the next superblock says that none is missing.
+                self._refused.add(self.chain[self.position])
+                await self._next_zone(sequence)
+                await self._write(data)
         except errors.RetainzError as error:
             self.failed = error
             raise
@@ -149,31 +161,67 @@ class Journal:
         if self.chain:
             # The superblock's first sequence promises that every batch before it is there.
             await self.flush()
-            current = self.chain[self.position]
-            if self.write_pointer < self.capacity and current not in self._stuck():
-                await self.device.finish(current)
+            await self._finish(self.chain[self.position])
             failpoints.reach("switch-finished")
         while self.given_up:
             # One after the other: a scan finds the newest zone and goes back without gaps.
             await self.device.reset([self.given_up.pop()])
             await self.device.flush()
-        zone = self._free_zone()
-        await self.device.reset([zone])
-        failpoints.reach("switch-reset")
-        self.chain = {p: z for p, z in self.chain.items() if z != zone}
-        self.position += 1
-        self.chain[self.position] = zone
-        self.write_pointer = 0
-        self.torn = False
         self.superblock = self.superblock._replace(
-            position=self.position,
+            position=self.position + 1,
             first_sequence=first_sequence,
             snapshot_position=self.snapshot_position,
         )
-        await self._write(self.superblock.encode())
+        zone = await self._begin()
+        self.chain = {p: z for p, z in self.chain.items() if z != zone}
+        self.position += 1
+        self.chain[self.position] = zone
+        self.write_pointer = BLOCK
+        self.torn = False
         failpoints.reach("switch-written")
         # So that batches without a superblock before them can only be damage.
         await self.device.flush()
+
+    async def _finish(self, zone: int) -> None:
+        """Give back the zone's active slot."""
+        if self.write_pointer < self.capacity:
+            try:
+                await self.device.finish(zone)
+            except errors.RetainzError:
+                if self.device.report()[zone].condition not in STUCK:
+                    raise
+
+    async def _begin(self) -> int:
+        """Write the superblock into a free zone, and return which; a few may fail."""
+        for attempt in range(1, ATTEMPTS + 1):
+            zone = self._free_zone()
+            try:
+                await self.device.reset([zone])
+            except errors.RetainzError as error:
+                if attempt == ATTEMPTS or error.errno in errors.GONE:
+                    raise
+                # What it holds is older than the newest snapshot, and does no harm there.
+                self._refused.add(zone)
+                continue
+            failpoints.reach("switch-reset")
+            try:
+                await self.device.ready(zone)
+                await self.device.append(zone, 0, aligned(self.superblock.encode()))
+            except errors.RetainzError as error:
+                if attempt == ATTEMPTS or error.errno in errors.GONE or not await self._clear(zone):
+                    raise
+                self._refused.add(zone)
+                continue
+            self.appended += BLOCK
+            return zone
+        raise AssertionError("the last attempt succeeds or raises")
+
+    async def _clear(self, zone: int) -> bool:
+        """Whether the zone, where a superblock failed, is sure to hold none."""
+        with suppress(errors.RetainzError):
+            await self.device.reset([zone])
+        report = self.device.report()[zone]
+        return report.condition is Condition.OFFLINE or not report.write_pointer
 
     def _free_zone(self) -> int:
         stuck = self._stuck()
@@ -186,8 +234,17 @@ class Journal:
             raise errors.NoSpace("the metadata zones are full; delete files")
         return self.chain[min(old)]
 
+    def stuck(self) -> dict[int, Condition]:
+        """Return the zones that take no writes; one that refused them counts as READ_ONLY."""
+        told = {
+            zone.index: zone.condition
+            for zone in self.device.report()[: self.zones]
+            if zone.condition in STUCK
+        }
+        return dict.fromkeys(self._refused, Condition.READ_ONLY) | told
+
     def _stuck(self) -> set[int]:
-        return {z.index for z in self.device.report()[: self.zones] if z.condition in STUCK}
+        return set(self.stuck())
 
     async def _write(self, data: bytes) -> None:
         zone = self.chain[self.position]
@@ -248,6 +305,7 @@ async def scan(device: Device) -> tuple[Replay, dict[int, int], int]:
     newest = max(superblocks.values(), key=lambda s: s.position)
     _check_geometry(device, newest)
     chain = {s.position: z for z, s in superblocks.items() if s.uuid == newest.uuid}
+    _check_head(device, chain[newest.position])
     first = newest.position
     while first - 1 in chain and first > newest.snapshot_position:
         first -= 1
@@ -277,11 +335,28 @@ async def scan(device: Device) -> tuple[Replay, dict[int, int], int]:
             replay.rolled_back = lost
     # Mounts that die before their first snapshot is complete must not use up the zones.
     replay.given_up = [chain.pop(p) for p in range(needed + 1, newest.position + 1)]
-    _select(device.name, replay, batches[:count], begins)
+    _select(device, replay, batches[:count], begins)
     await _check_headless(device, set(superblocks), newest.uuid, replay.sequence)
     ended = batches[count - 1].header.kind is BatchKind.CLEAN
     replay.clean = ended and not replay.rolled_back and not replay.given_up
     return replay, chain, end
+
+
+def _offline(device: Device) -> list[int]:
+    """Return the metadata zones that are offline."""
+    zones = device.report()[: metadata_zones(device.geometry.zone_count)]
+    return [zone.index for zone in zones if zone.condition is Condition.OFFLINE]
+
+
+def _check_head(device: Device, head: int) -> None:
+    """The log goes on behind a zone that takes no more: where, if one of the others is offline?"""
+    offline = _offline(device)
+    if offline and device.report()[head].condition in (Condition.FULL, Condition.READ_ONLY):
+        zones = " and ".join(map(str, offline))
+        raise errors.Damaged(
+            device.name,
+            f"metadata zone {zones} is offline, and the end of the log may have been in it",
+        )
 
 
 async def _check_headless(device: Device, known: set[int], uuid: bytes, sequence: int) -> None:
@@ -386,13 +461,14 @@ class _Window:
             raise errors.Damaged(self.device.name, f"{where}: {error}") from error
 
 
-def _select(name: str, replay: Replay, batches: list[Batch], begins: dict[int, int]) -> None:
+def _select(device: Device, replay: Replay, batches: list[Batch], begins: dict[int, int]) -> None:
     """Pick the newest complete snapshot and the log behind its beginning."""
     headers = [b.header for b in batches]
     ends = (h for h in reversed(headers) if h.kind is BatchKind.SNAPSHOT_END)
     end = next((h for h in ends if h.snapshot in begins), None)
     if end is None:
-        raise errors.Damaged(name, "no complete snapshot in its metadata zones")
+        offline = "".join(f"; zone {zone} is offline" for zone in _offline(device))
+        raise errors.Damaged(device.name, f"no complete snapshot in its metadata zones{offline}")
     replay.fuzzy_until = end.sequence
     replay.snapshot_position = begins[end.snapshot]
     replay.sequence = headers[-1].sequence

@@ -20,6 +20,7 @@ import trio
 from retainzfs import errors, failpoints, placement
 from retainzfs.device import Device
 from retainzfs.layout import BLOCK, INLINE_SUMS_MAX, RUN_BLOCKS_MAX
+from retainzfs.trouble import Trouble
 from retainzfs.zones import Kind, Zone, ZoneTable
 
 if TYPE_CHECKING:
@@ -103,6 +104,7 @@ class Lanes:
         self,
         device: Device,
         table: ZoneTable,
+        trouble: Trouble,
         policy: placement.Policy,
         hint_of: Callable[[int], Hint],
         retire_of: Callable[[int], float],
@@ -111,6 +113,8 @@ class Lanes:
     ) -> None:
         self.device = device
         self.table = table
+        self.trouble = trouble
+        trouble.finish = self.finish
         self.policy = policy
         self.hint_of = hint_of
         self.retire_of = retire_of
@@ -288,17 +292,16 @@ class Lanes:
                 await self.finish(loser)
 
     async def finish(self, zone: Zone) -> None:
-        """Finish the zone once what is queued for it is written."""
+        """Finish the zone once what is queued for it is written, or has failed."""
         self.table.seal(zone)
         async with self.turn(zone):
             while zone.reserved:
                 await self._changed.wait()
-            if not zone.active:
-                return
-            failpoints.reach("finish-before")
-            await self.device.finish(zone.index)
-            failpoints.reach("finish-after")
-            self.table.finish(zone)
+            if zone.active:
+                failpoints.reach("finish-before")
+                await self.trouble.conclude(zone)
+                failpoints.reach("finish-after")
+            self.trouble.suspect.discard(zone.index)
         self.changed()
 
     async def _last_resort(self, lane: Lane, hint: Hint) -> Zone:
@@ -345,4 +348,7 @@ class Lanes:
                 continue
             self.table.close(idle)
             async with self.turn(idle):
-                await self.device.close_zone(idle.index)
+                try:
+                    await self.device.close_zone(idle.index)
+                except errors.RetainzError as error:
+                    self.trouble.distrust(idle, error)  # its trouble, not that of the one to open

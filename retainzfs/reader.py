@@ -12,7 +12,8 @@ from retainzfs.device import Device
 from retainzfs.errors import FSError
 from retainzfs.layout import BLOCK, INLINE_SUMS_MAX
 from retainzfs.namespace import Extent, Inode, Namespace, Run
-from retainzfs.zones import Zone, ZoneTable
+from retainzfs.trouble import Trouble
+from retainzfs.zones import State, Zone, ZoneTable
 
 SUMS_CACHED = 1024  # trailers kept, 4 KiB each
 
@@ -21,10 +22,13 @@ class Reader:
     """Readers take no lock: what a run's bytes are never changes once they are on the device, and
     the zone is pinned while it is being read."""
 
-    def __init__(self, device: Device, table: ZoneTable, namespace: Namespace) -> None:
+    def __init__(
+        self, device: Device, table: ZoneTable, namespace: Namespace, trouble: Trouble
+    ) -> None:
         self.device = device
         self.table = table
         self.namespace = namespace
+        self.trouble = trouble
         self.checksum_errors = 0
         self.left: Callable[[], None] = lambda: None  # called when a dead zone is read no more
         self._sums: OrderedDict[tuple[int, int, int], bytes] = OrderedDict()
@@ -92,11 +96,18 @@ class Reader:
             at = (run.start + extent.first) * BLOCK
             return await self.device.read(run.zone, at, extent.blocks * BLOCK, wanted)
         except errors.RetainzError as error:
-            self.checksum_errors += isinstance(error, errors.ChecksumError)
+            zone = self.table[run.zone]
+            if isinstance(error, errors.ChecksumError):
+                self.checksum_errors += 1
+            else:
+                self.trouble.unreadable(zone, error)
+            if isinstance(self.trouble.stopped, errors.DeviceGone):
+                raise self.trouble.stopped.with_traceback(None) from None
+            why = f"zone {run.zone} is offline" if zone.state is State.OFFLINE else error
             raise FSError(
                 errno.EIO,
                 self.namespace.path(inode.ino),
-                f"cannot read bytes {extent.block * BLOCK} to {extent.end * BLOCK}: {error}",
+                f"cannot read bytes {extent.block * BLOCK} to {extent.end * BLOCK}: {why}",
             ) from error
 
     async def _checksums(self, run: Run) -> bytes:

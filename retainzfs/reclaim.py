@@ -16,7 +16,7 @@ import trio
 
 from retainzfs import errors, failpoints, layout
 from retainzfs.committer import Committer
-from retainzfs.device import Device
+from retainzfs.device import Condition, Device
 from retainzfs.lanes import Lane, Lanes, stored
 from retainzfs.layout import BLOCK
 from retainzfs.namespace import Extent, Inode, Namespace
@@ -45,6 +45,7 @@ class Reclaim:
         self.device = device
         self.lanes = lanes
         self.table = lanes.table
+        self.trouble = lanes.trouble
         self.stream = stream
         self.namespace = namespace
         self.committer = committer
@@ -55,6 +56,8 @@ class Reclaim:
         self.copied = 0  # bytes
         self._resetting = trio.Lock()
         self._collecting = trio.Lock()
+        self._draining = False
+        self._left: dict[int, int] = {}  # zone → live bytes that draining could not move
 
     async def reset_dead(self) -> int:
         """Reset every zone that may be; return how many."""
@@ -62,23 +65,49 @@ class Reclaim:
             zones = self.table.resettable(self.committer.durable_round)
             for zone in zones:
                 self.table.seal(zone)  # nobody is offered its tail while it is being reset
-            if zones:
-                await self._reset(zones)
-        return len(zones)
+            return await self._reset(zones) if zones else 0
 
-    async def _reset(self, zones: list[Zone]) -> None:
+    async def _reset(self, zones: list[Zone]) -> int:
+        """Reset dead zones and return how many it became; the others are read-only then."""
         async with AsyncExitStack() as turns:
             for zone in zones:
                 await turns.enter_async_context(self.lanes.turn(zone))
             failpoints.reach("reset-before")
-            await self.device.reset([zone.index for zone in zones])
+            try:
+                await self.device.reset([zone.index for zone in zones])
+                done = zones
+            except errors.RetainzError as error:
+                done = await self._reset_singly(zones, error)
             failpoints.reach("reset-after")
-        for zone in zones:
+        for zone in done:
             self.table.reset(zone)
             self.namespace.runs.pop(zone.index, None)
             self.committer.log(layout.ZoneRecord(zone.index, zone.epoch))
-        self.resets += len(zones)
+        self.resets += len(done)
         self.lanes.changed()
+        return len(done)
+
+    async def _reset_singly(self, zones: list[Zone], error: errors.RetainzError) -> list[Zone]:
+        """A reset of zones failed: do what is left of it one by one, and return those that were
+        reset. Which they are tells the zone report, not the error."""
+        self.trouble.met(error)
+        done = []
+        for zone in zones:
+            if self.trouble.stopped is not None:
+                break
+            if not self._is_reset(zone):
+                try:
+                    await self.device.reset([zone.index])
+                except errors.RetainzError as again:
+                    self.trouble.met(again)
+            if self._is_reset(zone):
+                done.append(zone)
+            else:
+                self.trouble.retire(zone)
+        return done
+
+    def _is_reset(self, zone: Zone) -> bool:
+        return self.device.report()[zone.index].condition is Condition.EMPTY
 
     async def make_room(self, kind: Kind, nbytes: int) -> None:
         """Return when `nbytes` may be staged for a kind of zone. Raises NoSpace.
@@ -114,12 +143,51 @@ class Reclaim:
         waiting = sum(self.stream.staged().values())
         return self._usable() + gains < waiting + nbytes + self.table.capacity
 
+    def drainable(self) -> bool:
+        """Whether `drain` has something to do and nobody does it."""
+        return not self._draining and self._to_drain() is not None
+
+    async def drain(self) -> None:
+        """Move what lives in read-only zones elsewhere, while there is room that nobody needs."""
+        self._draining = True
+        try:
+            while self._to_drain() is not None:
+                async with self._collecting:  # writers that wait for room have it between two zones
+                    await self._drain_one()
+        finally:
+            self._draining = False
+
+    def _to_drain(self) -> Zone | None:
+        if self.committer.failed is not None:
+            return None
+        stuck = [z for z in self.table.stuck() if self._left.get(z.index) != z.live_bytes]
+        if not stuck:
+            return None
+        # Copies take fresh zones. One more than they need stays, beside the emergency zone.
+        room = self.lanes.room(Kind.COLLECTION) - self.table.capacity
+        return next((z for z in stuck if stored(z.live_bytes) <= room), None)
+
+    async def _drain_one(self) -> bool:
+        zone = self._to_drain()
+        if zone is None:
+            return False
+        lane = self.lanes.lane(COPIES - zone.kind, zone.kind, copies=True)
+        await self.committer.commit(await self._move_all(zone, lane))
+        self._adopt(zone.kind)
+        self._left[zone.index] = zone.live_bytes
+        return True
+
     async def collect(self) -> dict[str, int]:
-        """Reclaim now: reset what is dead, then copy while that frees whole zones."""
+        """Reclaim now: reset what is dead, drain read-only zones, then copy while that frees
+        whole zones."""
         before = (self.resets, self.copied)
+        self.trouble.look_at_all()
+        self._left.clear()
         async with self._collecting:
             await self.committer.commit()
             await self.reset_dead()
+            while await self._drain_one():
+                pass
             for _ in range(len(self.table.zones)):
                 victim = self._victim()
                 if victim is None or victim.live_bytes > victim.capacity // 2:

@@ -16,20 +16,10 @@ from retainzfs.device import Condition, Device, ZoneReport
 from retainzfs.layout import BLOCK, BatchKind
 from retainzfs.namespace import ROOT, Inode, Namespace
 from retainzfs.retention import Retention
-from retainzfs.zones import Kind, State, ZoneTable
+from retainzfs.trouble import STATES
+from retainzfs.zones import Kind, ZoneTable
 
 log = logging.getLogger(__name__)
-
-STATES = {
-    Condition.NOT_WP: State.OFFLINE,
-    Condition.EMPTY: State.EMPTY,
-    Condition.IMPLICIT_OPEN: State.OPEN,
-    Condition.EXPLICIT_OPEN: State.OPEN,
-    Condition.CLOSED: State.CLOSED,
-    Condition.READ_ONLY: State.READ_ONLY,
-    Condition.FULL: State.FULL,
-    Condition.OFFLINE: State.OFFLINE,
-}
 
 
 @dataclass(slots=True)
@@ -52,7 +42,13 @@ async def format_volume(device: Device, uuid: bytes, now_ns: int) -> None:
     superblock = layout.Superblock(
         uuid, geometry.zone_size, geometry.zone_capacity, geometry.zone_count, reserved, 0, 1, 0
     )
-    used = [z.index for z in device.report() if z.condition is not Condition.EMPTY]
+    report = device.report()
+    for zone in report[:reserved]:
+        if zone.condition in journal.STUCK:
+            what = f"zone {zone.index} is {zone.condition.name.lower()}, and is needed for metadata"
+            raise errors.BadGeometry(device.name, what)
+    keep = (Condition.EMPTY, *journal.STUCK)
+    used = [zone.index for zone in report if zone.condition not in keep]
     if used:
         await device.reset(used)
     root = layout.InodeRecord(

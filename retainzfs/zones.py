@@ -236,6 +236,7 @@ class ZoneTable:
         self._heap = sorted(self._empty)  # every member of _empty, and stale indexes
         self._active: dict[Kind, set[int]] = {kind: set() for kind in Kind}
         self._dead: set[int] = set()
+        self._lost: set[int] = set()  # READ_ONLY and OFFLINE
         self.totals = Totals(free=len(self._empty) * capacity)
         self._uses = 0
 
@@ -257,6 +258,7 @@ class ZoneTable:
         self._empty.discard(zone.index)
         self._active[zone.kind].discard(zone.index)
         self._dead.discard(zone.index)
+        self._lost.discard(zone.index)
 
     def _enter(self, zone: Zone) -> None:
         self.totals = Totals(*map(add, self.totals, zone.totals()))
@@ -265,6 +267,8 @@ class ZoneTable:
             heapq.heappush(self._heap, zone.index)
         elif zone.active:
             self._active[zone.kind].add(zone.index)
+        elif zone.state in LOST:
+            self._lost.add(zone.index)
         if zone.dead:
             self._dead.add(zone.index)
 
@@ -344,6 +348,11 @@ class ZoneTable:
         before the reset is issued, so that nobody is offered it meanwhile."""
         dead = (self.zones[index] for index in sorted(self._dead))
         return [z for z in dead if not (z.pins or z.sealed) and z.freed_at <= durable]
+
+    def stuck(self) -> list[Zone]:
+        """READ_ONLY zones in which something lives, by index."""
+        lost = (self.zones[index] for index in sorted(self._lost))
+        return [z for z in lost if z.state is State.READ_ONLY and z.live_bytes]
 
     def _data(self) -> list[Zone]:
         groups = sorted(set(self.limits.groups.values()))
@@ -496,6 +505,7 @@ class ZoneTable:
         the new state cannot keep must have been cancelled."""
         with self._changing(zone):
             zone.state, zone.write_pointer = state, write_pointer
+            zone.sealed = zone.sealed and zone.active
 
     def restore(self, zone: Zone, kind: Kind, epoch: int) -> None:
         """What the journal knows of a zone at mount; `observe` and `add_live` tell the rest."""

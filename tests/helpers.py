@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, TypeVar
 
+from retainzfs import fsck
 from retainzfs.device import Geometry
-from retainzfs.device.faults import PowerCut
+from retainzfs.device.faults import FaultDevice, PowerCut
 from retainzfs.device.memory import MemoryDevice
 from retainzfs.volume import ROOT, Options, Volume
 from tests.witness import WatchedDevice, WatchedVolume, Witness
@@ -51,6 +53,18 @@ def small_device(
 watching: list[WatchedDevice] | None = None
 
 
+def slow(seed: int, zones: int = 48) -> WatchedDevice:
+    """Return a device whose operations end late, in an order drawn from the seed."""
+    rng = random.Random(seed)
+    device = small_device(zones)
+    device.delay = lambda: rng.choice((0, 0, 1, 3, 7))
+    return device
+
+
+def noise(length: int, seed: int = 1) -> bytes:
+    return random.Random(seed).randbytes(length)
+
+
 async def formatted(device: D) -> D:
     await device.start()
     await Volume.format(device, uuid=UUID, now_ns=1)
@@ -78,6 +92,12 @@ async def put(volume: Volume, parent: int, name: bytes, data: bytes, piece: int 
     await volume.flush(inode.ino)
     volume.close(inode.ino)
     return inode.ino
+
+
+async def synced(volume: Volume, name: bytes, data: bytes) -> int:
+    ino = await put(volume, ROOT, name, data)
+    await volume.fsync(ino)
+    return ino
 
 
 async def content(volume: Volume, ino: int) -> bytes:
@@ -111,3 +131,11 @@ def until_power_cut() -> Iterator[None]:
             raise
         return
     raise AssertionError("the power was not cut")
+
+
+async def check_after_remount(device: FaultDevice, files: dict[bytes, bytes]) -> None:
+    report = await fsck.examine(device, scrub=True)
+    assert not report.damaged, report.findings
+    async with mounted(device) as volume:
+        for name, data in files.items():
+            assert await content(volume, volume.lookup(ROOT, name).ino) == data

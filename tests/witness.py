@@ -343,7 +343,8 @@ class WatchedVolume(Volume):
         async with super().mounted(device, options) as volume:
             yield volume
         witness = volume.witness
-        witness.acknowledge(len(witness.steps), witness.versions())
+        if volume.failed is None:
+            witness.acknowledge(len(witness.steps), witness.versions())
 
     # Names
 

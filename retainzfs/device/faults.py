@@ -120,7 +120,7 @@ class Medium:
         stable = len(zone.data)
         for i, operation in enumerate(zone.pending[:kept]):
             length = len(operation.data)
-            if operation.kind == "append" and i == kept - 1 and rng.random() < 0.2:
+            if length and i == kept - 1 and rng.random() < 0.2:  # only appends have data
                 length = rng.randrange(0, length, BLOCK)
             self._settle(now, operation, length)
             stable = min(stable, len(now.data)) if operation.kind == "reset" else stable
@@ -157,7 +157,8 @@ class Medium:
 class Fault:
     """Operations of these kinds on these zones fail with an errno, so many times.
 
-    Kinds: append, flush, reset, finish, read. `landed`: bytes of a failing append that get there.
+    Kinds: append, flush, reset, finish, close, read. `landed`: bytes of a failing append that get
+    there, zones of a failing reset that are reset.
     """
 
     kinds: frozenset[str]
@@ -165,12 +166,16 @@ class Fault:
     error: int = errno.EIO
     times: float = math.inf
     landed: int = 0
+    after: int = 0  # how many get through before
 
     def strikes(self, kind: str, zones: Iterable[int]) -> bool:
         """Whether the operation fails; one of the times is used up then."""
         if kind not in self.kinds or self.times <= 0:
             return False
         if self.zones is not None and self.zones.isdisjoint(zones):
+            return False
+        if self.after:
+            self.after -= 1
             return False
         self.times -= 1
         return True
@@ -226,7 +231,7 @@ class FaultDevice(MemoryDevice):
 
     def vanish(self) -> None:
         """The device is gone."""
-        self.fail("append", "flush", "reset", "finish", "read", error=errno.ENODEV)
+        self.fail("append", "flush", "reset", "finish", "close", "read", error=errno.ENODEV)
 
     def turn(self, zone: int, condition: Condition) -> None:
         """Make a zone READ_ONLY or OFFLINE, as a worn device does."""
@@ -373,11 +378,15 @@ class FaultDevice(MemoryDevice):
         await self._linger("flush")
 
     async def reset(self, zones: Sequence[int]) -> None:
-        self._check("reset", zones)
+        fault = self._strike("reset", zones)
+        done = zones if fault is None else zones[: fault.landed]
         await self._linger("reset")
-        await super().reset(zones)
-        self._record("reset", zones)
+        if done:
+            await super().reset(done)
+            self._record("reset", done)
         await self._linger("reset")
+        if fault is not None:
+            raise self._error("reset", zones, fault.error)
 
     async def finish(self, zone: int) -> None:
         self._check("finish", (zone,))
@@ -387,6 +396,7 @@ class FaultDevice(MemoryDevice):
         await self._linger("finish")
 
     async def close_zone(self, zone: int) -> None:
+        self._check("close", (zone,))
         await self._linger("close")
         await super().close_zone(zone)
 
