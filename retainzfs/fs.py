@@ -31,7 +31,7 @@ import trio
 from pyfuse3 import EntryAttributes, FileInfo, FUSEError, RequestContext, SetattrFields
 
 from retainzfs import control, hints
-from retainzfs.errors import RetainzError
+from retainzfs.errors import DeviceError, DeviceGone, RetainzError
 from retainzfs.volume import ROOT, FSError, Inode, Volume
 
 log = logging.getLogger(__name__)
@@ -55,9 +55,12 @@ def answers(handler: Callable[P, Awaitable[R]]) -> Callable[P, Coroutine[Any, An
         try:
             return await handler(*args, **kwargs)
         except RetainzError as error:
-            if error.errno == errno.EIO:
+            # The host's own numbers mean something to who reads the log, and nothing to a program.
+            number = errno.EIO if isinstance(error, DeviceError) else error.errno
+            # Of a device that is gone the log has been told once.
+            if number == errno.EIO and not isinstance(error, DeviceGone):
                 log.error("%s", error)
-            raise FUSEError(error.errno) from None
+            raise FUSEError(number) from None
 
     return answer
 
@@ -398,7 +401,9 @@ class Filesystem(pyfuse3.Operations):
     @answers
     async def fsyncdir(self, fh: int, datasync: bool) -> None:
         directory = self._directories[fh]
-        if not control.owns(directory.ino):
+        if directory.ino == ROOT:  # stands for syncfs(2), which the kernel does not pass on
+            await self.volume.syncfs()
+        elif not control.owns(directory.ino):
             await self.volume.fsync(directory.ino, datasync)
 
     # Extended attributes

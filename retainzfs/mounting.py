@@ -135,7 +135,7 @@ def log_path(target: str) -> Path:
 
 
 def mount_foreground(mount: Mount) -> int:
-    """Mount, serve until the end, and return the exit code."""
+    """Mount, serve until the end, and return the exit code: 1 when writing had to stop."""
     check_directory(mount.directory)
     _log_to(sys.stderr, "retainzfs: %(message)s", mount)
     return _serve(mount, lambda: None)
@@ -236,7 +236,7 @@ def _serve(mount: Mount, ready: Callable[[], None]) -> int:
         if mount.create_size is not None and not os.path.lexists(mount.target):
             mkfs.make(mount.target, size=mount.create_size)
         failpoints.arm(os.environ.get(failpoints.VARIABLE, ""))
-        trio.run(session.serve, setup, ready)
+        whole = trio.run(session.serve, setup, ready)
     except BaseException as error:
         ours = _only(error)
         if isinstance(ours, RetainzError | KeyboardInterrupt):
@@ -245,7 +245,7 @@ def _serve(mount: Mount, ready: Callable[[], None]) -> int:
         raise MountError(
             mount.directory, f"stopped by a mistake in retainzfs: {ours!r}; its log has more"
         ) from error
-    return 0
+    return 0 if whole else 1
 
 
 def _only(error: BaseException) -> BaseException:
