@@ -20,6 +20,7 @@ from retainzfs.namespace import Inode, Namespace, Run
 from retainzfs.reader import Reader
 from retainzfs.reclaim import Reclaim
 from retainzfs.retention import Retention, State
+from retainzfs.scrub import Scrub
 from retainzfs.stream import POOL, Stream
 from retainzfs.zones import ZoneTable
 
@@ -119,6 +120,7 @@ class Core:
         self.reclaim = Reclaim(
             device, self.lanes, self.stream, self.namespace, self.committer, self.now_s
         )
+        self.scrub = Scrub(device, self.table, self.namespace, nursery, self.reader.tell)
         self.logical = 0  # bytes that programs wrote
         self.failure_event = trio.Event()
 
@@ -151,6 +153,7 @@ class Core:
             nursery.start_soon(volume._serve)
             await volume.reclaim.reset_dead()
             yield volume
+            volume.scrub.stop()
             if volume.failed is None:
                 await volume.committer.close()
             else:

@@ -31,7 +31,7 @@ import trio
 from pyfuse3 import EntryAttributes, FileInfo, FUSEError, RequestContext, SetattrFields
 
 from retainzfs import control, hints
-from retainzfs.errors import RetainzError
+from retainzfs.errors import RetainzError, Unreadable
 from retainzfs.volume import ROOT, FSError, Inode, Volume
 
 log = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ def answers(handler: Callable[P, Awaitable[R]]) -> Callable[P, Coroutine[Any, An
         try:
             return await handler(*args, **kwargs)
         except RetainzError as error:
-            if error.errno == errno.EIO:
+            if error.errno == errno.EIO and not isinstance(error, Unreadable):
                 log.error("%s", error)
             raise FUSEError(error.errno) from None
 

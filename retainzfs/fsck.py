@@ -14,12 +14,13 @@ from typing import Any
 
 import trio
 
-from retainzfs import errors, journal, layout, recovery
-from retainzfs._zio import crc32c
+from retainzfs import errors, journal, recovery
 from retainzfs.device import Condition, Device, ZoneReport, open_target
+from retainzfs.extents import StoredRuns
 from retainzfs.hints import format_size
-from retainzfs.layout import BLOCK, INLINE_SUMS_MAX, RUN_BLOCKS_MAX
-from retainzfs.namespace import Extent, Inode, Namespace, Run
+from retainzfs.layout import BLOCK, RUN_BLOCKS_MAX
+from retainzfs.namespace import Inode, Namespace, Run
+from retainzfs.scrub import Pace, stored_bytes, verify
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
@@ -63,14 +64,21 @@ class Report:
         return ", ".join(parts)
 
 
-def check(target: str, *, scrub: bool = False, progress: Progress | None = None) -> Report:
-    """Check a target; with `scrub` read every byte that files hold and verify its checksum.
+def check(
+    target: str,
+    *,
+    scrub: bool = False,
+    rate: int | None = None,
+    progress: Progress | None = None,
+) -> Report:
+    """Check a target; with `scrub` read every byte that files hold and verify its checksum, `rate`
+    bytes a second at most.
 
     Raises TargetMissing, TargetBusy, ForeignTarget, NewerFormat: then there is nothing to check.
     """
     device = open_target(target, readonly=True)
     report = Report(target)
-    trio.run(_check, device, report, scrub, progress or _silent)
+    trio.run(_check, device, report, scrub, Pace(rate), progress or _silent)
     return report
 
 
@@ -78,10 +86,12 @@ def _silent(done: int, total: int) -> None:
     pass
 
 
-async def _check(device: Device, report: Report, scrub: bool, progress: Progress) -> None:
+async def _check(
+    device: Device, report: Report, scrub: bool, pace: Pace, progress: Progress
+) -> None:
     try:
         await device.start()
-        await _examine(device, report, scrub, progress)
+        await _examine(device, report, scrub, pace, progress)
     finally:
         await device.aclose()
 
@@ -89,11 +99,13 @@ async def _check(device: Device, report: Report, scrub: bool, progress: Progress
 async def examine(device: Device, *, scrub: bool = False) -> Report:
     """Check a device that is started and not mounted."""
     report = Report(device.name)
-    await _examine(device, report, scrub, _silent)
+    await _examine(device, report, scrub, Pace(None), _silent)
     return report
 
 
-async def _examine(device: Device, report: Report, scrub: bool, progress: Progress) -> None:
+async def _examine(
+    device: Device, report: Report, scrub: bool, pace: Pace, progress: Progress
+) -> None:
     try:
         recovered = await recovery.recover(device)
     except errors.Damaged as damage:
@@ -115,7 +127,7 @@ async def _examine(device: Device, report: Report, scrub: bool, progress: Progre
             live[extent.run.zone] += extent.blocks * BLOCK
     report.live = dict(sorted(live.items()))
     if scrub:
-        await _scrub(device, namespace, report, progress)
+        await _scrub(device, namespace, report, pace, progress)
 
 
 def structure(device: Device, namespace: Namespace) -> Iterator[str]:
@@ -168,32 +180,20 @@ def _zone(namespace: Namespace, zone: ZoneReport, runs: list[Run]) -> Iterator[s
             yield f"zone {zone.index}: the runs at blocks {one.start} and {other.start} overlap"
 
 
-async def _scrub(device: Device, namespace: Namespace, report: Report, progress: Progress) -> None:
+async def _scrub(
+    device: Device, namespace: Namespace, report: Report, pace: Pace, progress: Progress
+) -> None:
     """Read in the order of the device."""
-    held = [(inode, extent) for inode in namespace.inodes.values() for extent in inode.extents]
-    held.sort(key=lambda pair: (pair[1].run.zone, pair[1].run.start, pair[1].first))
-    total = sum(extent.blocks for _, extent in held) * BLOCK
+    stored = StoredRuns(device)
+    runs = [run for there in namespace.runs.values() for run in there.values()]
+    runs.sort(key=lambda run: (run.zone, run.start))
+    total = stored_bytes(namespace)
     report.scrubbed = done = 0
-    for inode, extent in held:
-        try:
-            await _verify(device, extent)
-            report.scrubbed += extent.blocks * BLOCK
-        except errors.RetainzError as error:
-            span = f"bytes {extent.block * BLOCK} to {extent.end * BLOCK}"
-            report.findings.append(Finding(f"{namespace.path(inode.ino)}: {span}: {error}"))
-        done += extent.blocks * BLOCK
+    for run in runs:
+        found = await verify(stored, namespace, run)
+        report.findings += (Finding(str(damage)) for damage in found)
+        nbytes = run.length * BLOCK
+        report.scrubbed += 0 if found else nbytes
+        done += nbytes
         progress(done, total)
-
-
-async def _verify(device: Device, extent: Extent) -> None:
-    run = extent.run
-    sums = run.sums
-    if run.length > INLINE_SUMS_MAX:
-        at = (run.start + run.length) * BLOCK
-        trailer = await device.read(run.zone, at, BLOCK)
-        if crc32c(trailer) != int.from_bytes(sums, "little"):
-            raise errors.ChecksumError(device.name, run.zone, at)
-        sums = bytes(trailer[layout.TRAILER_HEADER.size :])
-    wanted = sums[extent.first * 4 : (extent.first + extent.blocks) * 4]
-    at = (run.start + extent.first) * BLOCK
-    await device.read(run.zone, at, extent.blocks * BLOCK, wanted)
+        await pace.spent(nbytes)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from retainzfs import fsck, mkfs, mounting, unmounting
 from retainzfs.cli.inspect import told
-from retainzfs.cli.output import Progress, print_json, size_argument
+from retainzfs.cli.output import Progress, print_json, rate_argument, size_argument
 from retainzfs.errors import UsageError
 from retainzfs.hints import format_size
 
@@ -40,6 +40,12 @@ def add_commands(commands: Commands) -> None:
     command.add_argument("target", metavar="TARGET")
     command.add_argument(
         "--scrub", action="store_true", help="read everything and verify every checksum"
+    )
+    command.add_argument(
+        "--rate",
+        type=rate_argument,
+        metavar="R",
+        help=f"read so many bytes a second at most with --scrub; {SIZE_HELP}; default: no limit",
     )
     command.add_argument("--json", action="store_true", help="print what was found as JSON")
     command.set_defaults(run=_fsck)
@@ -156,7 +162,11 @@ def _umount(given: argparse.Namespace) -> int:
 
 
 def _fsck(given: argparse.Namespace) -> int:
-    report = fsck.check(given.target, scrub=given.scrub, progress=Progress("scrub"))
+    if given.rate is not None and not given.scrub:
+        raise UsageError("--rate is for --scrub; without it no data are read")
+    report = fsck.check(
+        given.target, scrub=given.scrub, rate=given.rate, progress=Progress("scrub")
+    )
     if given.json:
         print_json(report.as_dict())
     else:
