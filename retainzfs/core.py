@@ -141,6 +141,12 @@ class Core:
             volume = cls(device, options, recovered, nursery)
             if recovered.rolled_back:
                 log.warning("rolled back %d bytes of unfinished log", recovered.rolled_back)
+            if recovered.fallback:
+                log.warning(
+                    "the newest snapshot of the metadata is damaged, nothing is lost: %s;"
+                    " the one before it was read, and a new one is written",
+                    recovered.fallback,
+                )
             for ino in recovered.orphans:
                 volume.discard(volume.namespace.get(ino))
             for record in list(volume.namespace.generations.values()):

@@ -115,6 +115,9 @@ async def _examine(
     if not recovered.clean:
         text = f"not unmounted cleanly; {recovered.rolled_back} bytes of log will be rolled back"
         report.findings.append(Finding(text, damage=False))
+    if recovered.fallback:
+        text = f"the newest snapshot is broken, the one before it was read: {recovered.fallback}"
+        report.findings.append(Finding(text))
     if recovered.orphans:
         text = f"{len(recovered.orphans)} files were deleted while open; a mount frees them"
         report.findings.append(Finding(text, damage=False))

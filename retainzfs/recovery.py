@@ -39,6 +39,7 @@ class Recovered:
     clock_s: float
     clean: bool
     rolled_back: int  # bytes of the log's torn tail
+    fallback: str  # what is damaged in newer snapshots than the one that was read, else empty
     orphans: list[int]  # inodes whose last name was removed while they were open
 
 
@@ -88,7 +89,13 @@ async def recover(device: Device) -> Recovered:
     log_journal.resume(replay, chain, end)
     orphans = [i.ino for i in namespace.inodes.values() if i.nlink == 0]
     return Recovered(
-        log_journal, namespace, replay.clock_s, replay.clean, replay.rolled_back, orphans
+        log_journal,
+        namespace,
+        replay.clock_s,
+        replay.clean,
+        replay.rolled_back,
+        "; ".join(map(str, replay.gaps)),
+        orphans,
     )
 
 

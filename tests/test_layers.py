@@ -25,7 +25,7 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
         "_zio failpoints mounts",
         "layout hints",
         "device",
-        "zones inodes",
+        "zones inodes replay",
         "namespace placement journal",
         "lanes extents",
         "reader scrub",

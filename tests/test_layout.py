@@ -73,7 +73,7 @@ def test_an_unknown_record_is_no_record() -> None:
 
 def batch(payload: bytes, kind: BatchKind = BatchKind.LOG) -> bytes:
     return layout.encode_batch(
-        BatchHeader(kind, len(payload), bytes(range(16)), 3, 7, 5, 0, 12.5), payload
+        BatchHeader(kind, len(payload), bytes(range(16)), 3, 7, 5, 0, 4, 12.5), payload
     )
 
 
@@ -84,7 +84,7 @@ def test_batches_come_back(kind: BatchKind, payload: bytes) -> None:
     decoded = layout.decode_batch(data)
     assert decoded is not None
     header, found = decoded
-    assert header == BatchHeader(kind, len(payload), bytes(range(16)), 3, 7, 5, 0, 12.5)
+    assert header == BatchHeader(kind, len(payload), bytes(range(16)), 3, 7, 5, 0, 4, 12.5)
     assert bytes(found) == payload
 
 
@@ -103,7 +103,7 @@ def test_a_cut_batch_is_no_batch(length: int) -> None:
     assert layout.decode_batch(batch(PAYLOAD)[:length]) is None
 
 
-SUPERBLOCK = Superblock(bytes(range(16)), 1 << 28, 1 << 27, 1000, 10, 5, 99, 3)
+SUPERBLOCK = Superblock(bytes(range(16)), 1 << 28, 1 << 27, 1000, 10, 5, 99, 3, 97)
 
 
 @given(U64, U64, U64)
