@@ -1,7 +1,8 @@
 """Checking a target that is not mounted: does the journal agree with itself and with the zones?
 
-Nothing is written. Damage is what costs bytes or names; a note is what a mount deals with by
-itself, such as the unfinished end of the log after a crash.
+Nothing is written. Damage is what costs bytes or names, or would after one more; a note is what a
+mount deals with by itself, such as the unfinished end of the log after a crash. Each finding says
+how `repair` puts it right, if it can.
 """
 
 from __future__ import annotations
@@ -10,28 +11,32 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import trio
 
 from retainzfs import errors, journal, recovery
-from retainzfs.device import Condition, Device, ZoneReport, open_target
+from retainzfs.device import Condition, Device, ZoneReport, is_memory, open_target
+from retainzfs.device.heads import head_faults
 from retainzfs.extents import StoredRuns
 from retainzfs.hints import format_size
 from retainzfs.layout import BLOCK, RUN_BLOCKS_MAX
+from retainzfs.mending import Mender
 from retainzfs.namespace import Inode, Namespace, Run
 from retainzfs.scrub import Pace, stored_bytes, verify
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
+class Finding(NamedTuple):
     text: str
     damage: bool = True
+    repair: str = ""  # what a repair does about it; empty: nothing
 
     def __str__(self) -> str:
-        return f"{'damage' if self.damage else 'note'}: {self.text}"
+        how = f"; --repair would {self.repair}" if self.repair else ""
+        left = "; --repair leaves it alone" if self.damage and not self.repair else ""
+        return f"{'damage' if self.damage else 'note'}: {self.text}{how}{left}"
 
 
 @dataclass
@@ -49,8 +54,13 @@ class Report:
     def damaged(self) -> bool:
         return any(finding.damage for finding in self.findings)
 
+    @property
+    def repairable(self) -> list[Finding]:
+        return [finding for finding in self.findings if finding.repair]
+
     def as_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "damaged": self.damaged}
+        findings = [finding._asdict() for finding in self.findings]
+        return {**asdict(self), "findings": findings, "damaged": self.damaged}
 
     def summary(self) -> str:
         count = sum(finding.damage for finding in self.findings)
@@ -91,6 +101,10 @@ async def _check(
 ) -> None:
     try:
         await device.start()
+        if not is_memory(report.target):
+            for fault in head_faults(report.target):
+                how = "write the good copy over it"
+                report.findings.append(Finding(fault.text, not fault.torn, how))
         await _examine(device, report, scrub, pace, progress)
     finally:
         await device.aclose()
@@ -107,20 +121,20 @@ async def _examine(
     device: Device, report: Report, scrub: bool, pace: Pace, progress: Progress
 ) -> None:
     try:
-        recovered = await recovery.recover(device)
+        recovered = await recovery.load(device)
     except errors.Damaged as damage:
         report.findings.append(Finding(str(damage.args[1])))
         return
     namespace = recovered.namespace
-    if not recovered.clean:
-        text = f"not unmounted cleanly; {recovered.rolled_back} bytes of log will be rolled back"
-        report.findings.append(Finding(text, damage=False))
-    if recovered.fallback:
-        text = f"the newest snapshot is broken, the one before it was read: {recovered.fallback}"
-        report.findings.append(Finding(text))
-    if recovered.orphans:
-        text = f"{len(recovered.orphans)} files were deleted while open; a mount frees them"
-        report.findings.append(Finding(text, damage=False))
+    mender = Mender(namespace, 0)
+    mended = (Finding(p.text, repair=p.repair) for p in mender.problems)
+    found = [*_log(recovered), *mended]
+    if rest := list(namespace.check()):
+        # Of a namespace that still contradicts itself nothing more can be asked, or mended.
+        report.findings += [finding._replace(repair="") for finding in found]
+        report.findings += map(Finding, rest)
+        return
+    report.findings += found
     report.findings += map(Finding, structure(device, namespace))
     report.directories = sum(inode.is_dir for inode in namespace.inodes.values())
     report.files = len(namespace.inodes) - report.directories
@@ -131,6 +145,19 @@ async def _examine(
     report.live = dict(sorted(live.items()))
     if scrub:
         await _scrub(device, namespace, report, pace, progress)
+
+
+def _log(recovered: recovery.Recovered) -> Iterator[Finding]:
+    """What a mount finds in the log, and deals with by itself."""
+    if recovered.fallback:
+        text = f"the newest snapshot is broken, the one before it was read: {recovered.fallback}"
+        yield Finding(text, repair="write a new one")
+    elif not recovered.clean:
+        text = f"not unmounted cleanly; {recovered.rolled_back} bytes of log will be rolled back"
+        yield Finding(text, damage=False, repair="do so, as a mount does")
+    if recovered.orphans:
+        text = f"{len(recovered.orphans)} files were deleted while open; a mount frees them"
+        yield Finding(text, damage=False)
 
 
 def structure(device: Device, namespace: Namespace) -> Iterator[str]:

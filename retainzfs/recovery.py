@@ -73,7 +73,15 @@ async def format_volume(device: Device, uuid: bytes, now_ns: int) -> None:
 
 
 async def recover(device: Device) -> Recovered:
-    """Replay the newest snapshot and its log. Raises ForeignTarget, NewerFormat, Damaged."""
+    """Replay the newest whole snapshot and its log. Raises ForeignTarget, NewerFormat, Damaged."""
+    recovered = await load(device)
+    for problem in recovered.namespace.check():
+        raise errors.Damaged(device.name, problem)
+    return recovered
+
+
+async def load(device: Device) -> Recovered:
+    """Do what `recover` does for a namespace that may contradict itself."""
     replay, chain, end = await journal.scan(device)
     namespace = Namespace(device.name)
     namespace.lenient = True
@@ -83,8 +91,6 @@ async def recover(device: Device) -> Recovered:
     namespace.lenient = False
     _replay(namespace, replay.log[len(fuzzy) :], device.name)
     namespace.trim()
-    for problem in namespace.check():
-        raise errors.Damaged(device.name, problem)
     log_journal = journal.Journal(device, replay.superblock)
     log_journal.resume(replay, chain, end)
     orphans = [i.ino for i in namespace.inodes.values() if i.nlink == 0]
