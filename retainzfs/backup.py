@@ -45,7 +45,8 @@ def save(target: str, zones: Iterable[tuple[int, int]], report: dict[str, Any], 
             f"{name}: the copy of the metadata takes {size} bytes; nothing was changed."
             " Name another place with --backup"
         )
-    with open(name, "xb") as file:
+    # The archive tells names and small files, whoever may read those in the volume.
+    with open(name, "xb", opener=_private) as file:
         try:
             with tarfile.open(fileobj=file, mode="w") as tar:
                 _add(tar, "report.json", len(told), io.BytesIO(told))
@@ -59,6 +60,10 @@ def save(target: str, zones: Iterable[tuple[int, int]], report: dict[str, Any], 
         except BaseException:
             os.unlink(name)
             raise
+
+
+def _private(name: str, flags: int) -> int:
+    return os.open(name, flags, 0o600)
 
 
 def _add(tar: tarfile.TarFile, name: str, size: int, data: io.RawIOBase | io.BytesIO) -> None:

@@ -155,15 +155,24 @@ class Core:
                     records = volume.retention.incomplete(record.generation, ended)
                     volume.committer.log_each(records)
             if not recovered.clean:
-                await volume.committer.snapshot()
+                await volume._begin_anew()
             nursery.start_soon(volume._serve)
-            await volume.reclaim.reset_dead()
+            if volume.failed is None:
+                await volume.reclaim.reset_dead()
             yield volume
             volume.scrub.stop()
             if volume.failed is None:
                 await volume.committer.close()
             else:
                 nursery.cancel_scope.cancel()
+
+    async def _begin_anew(self) -> None:
+        """Write the snapshot that an unclean log wants; without room for it nothing is written."""
+        try:
+            await self.committer.snapshot()
+        except errors.NoSpace:
+            what = "the metadata zones have no room for a new snapshot; copy the files elsewhere"
+            self.committer.fail(errors.NoSpace(what))
 
     async def _serve(self) -> None:
         await self.committer.run()

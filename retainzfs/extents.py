@@ -57,16 +57,16 @@ class StoredRuns:
     async def bad_blocks(self, run: Run, first: int, blocks: int) -> list[BadBlocks]:
         """Return which of the blocks cannot be read, neighbours together; none if all can."""
         try:
+            await self._checksums(run)
+        except errors.RetainzError as error:
+            return [BadBlocks(first, blocks, f"its checksums are lost, {reason(error)}")]
+        try:
             await self.read(run, first, blocks)
         except errors.RetainzError as error:
             if blocks == 1:
                 return [BadBlocks(first, 1, reason(error))]
         else:
             return []
-        try:
-            await self._checksums(run)
-        except errors.RetainzError as error:
-            return [BadBlocks(first, blocks, f"its checksums are lost, {reason(error)}")]
         bad: list[BadBlocks] = []
         for block in range(first, first + blocks):
             for one in await self.bad_blocks(run, block, 1):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import random
 from collections.abc import Iterator
@@ -10,8 +11,8 @@ from typing import NamedTuple
 import pytest
 
 from retainzfs import layout, recovery
-from retainzfs.errors import Damaged
-from retainzfs.journal import metadata_zones
+from retainzfs.errors import Damaged, NoSpace, ReadOnly
+from retainzfs.journal import METADATA_ZONES_MIN, metadata_zones
 from retainzfs.layout import BLOCK, BatchHeader, BatchKind
 from retainzfs.namespace import Namespace
 from retainzfs.volume import ROOT, Volume
@@ -186,6 +187,47 @@ async def test_a_zone_of_snapshot_without_its_superblock_is_not_needed() -> None
     await log.flush()
     with pytest.raises(Damaged, match="lost its superblock"):
         await recovery.recover(device)
+
+
+async def crowded() -> FaultyDevice:
+    """Return an unclean device whose newest snapshot is broken, and whose zones are all needed."""
+    device = await formatted(FaultyDevice(small_device(zones=16).geometry))
+    made = 0
+    async with mounted(device) as volume:
+        with contextlib.suppress(NoSpace):
+            while True:
+                await grow(volume, b"f%d" % made, 20)
+                made += 20
+        files = [ino for _, ino in volume.entries(ROOT)]
+        for mode in range(4000):
+            await volume.setattr(files[mode % made], mode=mode % 0o777)
+            if mode % 20:
+                continue
+            await volume.syncfs()
+            if len(volume.journal.chain) < METADATA_ZONES_MIN or volume.journal.snapshot_begun:
+                continue
+            cut = copy.deepcopy(device)
+            await cut.start()
+            newest = max(p.header.snapshot for p in places(cut))
+            victim = next(p for p in places(cut) if p.header.snapshot == newest)
+            damage(cut, victim.zone, victim.byte)
+            with contextlib.suppress(Damaged):
+                log = (await recovery.recover(cut)).journal
+                all_used = len(log.chain) == METADATA_ZONES_MIN
+                if all_used and min(log.chain) == log.snapshot_position:
+                    return cut
+    raise AssertionError("the zones were never all needed")
+
+
+async def test_without_room_for_a_new_snapshot_the_mount_is_read_only() -> None:
+    device = await crowded()
+    wanted = state((await recovery.recover(device)).namespace)
+    for _ in range(2):
+        async with mounted(device) as volume:
+            assert state(volume.namespace) == wanted
+            with pytest.raises(ReadOnly, match="no room for a new snapshot"):
+                await volume.make(ROOT, b"new", FILE, 0, 0)
+            assert "no room for a new snapshot" in volume.statistics()["failed"]
 
 
 async def test_without_another_snapshot_the_mount_is_refused() -> None:
