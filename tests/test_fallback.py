@@ -189,9 +189,9 @@ async def test_a_zone_of_snapshot_without_its_superblock_is_not_needed() -> None
         await recovery.recover(device)
 
 
-async def crowded() -> FaultyDevice:
+async def crowded() -> WatchedDevice:
     """Return an unclean device whose newest snapshot is broken, and whose zones are all needed."""
-    device = await formatted(FaultyDevice(small_device(zones=16).geometry))
+    device = await formatted(small_device(zones=16))
     made = 0
     async with mounted(device) as volume:
         with contextlib.suppress(NoSpace):
@@ -210,7 +210,7 @@ async def crowded() -> FaultyDevice:
             await cut.start()
             newest = max(p.header.snapshot for p in places(cut))
             victim = next(p for p in places(cut) if p.header.snapshot == newest)
-            damage(cut, victim.zone, victim.byte)
+            cut.damage(victim.zone, victim.byte)
             with contextlib.suppress(Damaged):
                 log = (await recovery.recover(cut)).journal
                 all_used = len(log.chain) == METADATA_ZONES_MIN
