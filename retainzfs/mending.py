@@ -196,11 +196,27 @@ class Mender:
                 text = f"{self._path(inode)}: belongs to generation {inode.generation}"
                 self._found(f"{text}, which does not exist", "let it belong to none")
                 self._set(inode, generation=0)
-            parent = namespace.inodes.get(inode.parent)
-            if inode.ino in homes and (parent is None or not parent.is_dir):
-                text = f"{self._path(inode)}: its parent, inode {inode.parent}, is no directory"
-                self._found(text, "set it to the directory that has its name")
-                self._set(inode, parent=homes[inode.ino])
+            if self._astray(inode, named=inode.ino in homes):
+                text = f"{self._path(inode)}: its parent, inode {inode.parent}, is none"
+                self._found(text, "set it to the directory that has its name, or the root")
+                self._set(inode, parent=homes.get(inode.ino, ROOT))
+
+    def _astray(self, inode: Inode, *, named: bool) -> bool:
+        """Whether the parents of an inode lead to what is no directory, or in a circle.
+
+        What has no name was removed, and may have outlived its directory.
+        """
+        met: set[int] = set()
+        at = inode
+        while at.ino != ROOT:
+            met.add(at.ino)
+            parent = self.namespace.inodes.get(at.parent)
+            if parent is None:
+                return named and at is inode
+            if parent.ino in met or not parent.is_dir:
+                return True
+            at = parent
+        return False
 
     def _recount(self) -> None:
         names = self._named()
