@@ -139,16 +139,19 @@ async def scan(device: Device) -> tuple[Replay, dict[int, int], int]:
     last = zones[-1].batches[-1].header.kind if zones[-1].batches else None
     replay.clean = last is BatchKind.CLEAN and not replay.rolled_back and not replay.gaps
     if not replay.clean:
-        _give_up(replay, chain, zones)
+        _give_up(device, replay, chain, zones)
     return replay, chain, zones[-1].end
 
 
-def _give_up(replay: Replay, chain: dict[int, int], zones: list[ZoneLog]) -> None:
+def _give_up(device: Device, replay: Replay, chain: dict[int, int], zones: list[ZoneLog]) -> None:
     """Drop zones at the end of the chain that hold nothing but the beginnings of snapshots.
 
     Each mount that a power cut ends early leaves one; kept, they would fill the metadata zones.
     """
+    report = device.report()
     while not any(_needed(batch.header, replay) for batch in zones[-1].batches):
+        if report[chain[zones[-1].position]].condition is Condition.READ_ONLY:
+            return  # it cannot be reset
         dropped = zones.pop()
         replay.given_up.append(chain.pop(dropped.position))
         replay.sequence = dropped.first_sequence - 1

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import pytest
 
 from retainzfs import layout, recovery
+from retainzfs.device import Condition
 from retainzfs.errors import Damaged, NoSpace, ReadOnly
 from retainzfs.journal import METADATA_ZONES_MIN, metadata_zones
 from retainzfs.layout import BLOCK, BatchHeader, BatchKind
@@ -228,6 +229,18 @@ async def test_without_room_for_a_new_snapshot_the_mount_is_read_only() -> None:
             with pytest.raises(ReadOnly, match="no room for a new snapshot"):
                 await volume.make(ROOT, b"new", FILE, 0, 0)
             assert "no room for a new snapshot" in volume.statistics()["failed"]
+
+
+async def test_a_zone_that_cannot_be_reset_is_not_given_up() -> None:
+    device = await aged(clean=False)
+    log = (await recovery.recover(device)).journal
+    log.torn = True
+    await log.append(BatchKind.SNAPSHOT_BEGIN, b"", 1.0)
+    await log.flush()
+    device.turn(log.chain[log.position], Condition.READ_ONLY)
+    recovered = (await recovery.recover(device)).journal
+    assert recovered.given_up == []
+    assert recovered.chain == log.chain
 
 
 async def test_without_another_snapshot_the_mount_is_refused() -> None:
