@@ -105,7 +105,7 @@ async def read_superblocks(device: Device) -> dict[int, Superblock]:
 
 async def scan(device: Device) -> tuple[Replay, dict[int, int], int]:
     """Read the metadata zones. Returns the replay, the chain (position → zone) and where the
-    newest zone's batches end, bytes.
+    newest zone goes on, bytes.
 
     Raises ForeignTarget when there is no superblock, Damaged where log batches that were once
     durable are missing or broken, or no whole snapshot is left. A torn tail is no damage: replay
@@ -140,7 +140,9 @@ async def scan(device: Device) -> tuple[Replay, dict[int, int], int]:
     replay.clean = last is BatchKind.CLEAN and not replay.rolled_back and not replay.gaps
     if not replay.clean:
         _give_up(device, replay, chain, zones)
-    return replay, chain, zones[-1].end
+    newest_zone = device.report()[chain[zones[-1].position]]
+    full = newest_zone.condition is Condition.FULL  # it was finished, and the next one not begun
+    return replay, chain, newest_zone.capacity if full else zones[-1].end
 
 
 def _give_up(device: Device, replay: Replay, chain: dict[int, int], zones: list[ZoneLog]) -> None:

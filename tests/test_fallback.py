@@ -273,3 +273,13 @@ async def test_power_cuts_in_one_mount_after_another(survived: int) -> None:
         assert wanted <= len(volume.entries(ROOT)) <= wanted + 50
         assert wanted >= 200, "the snapshot takes several operations"
         await grow(volume, b"again", 5)
+
+
+async def test_a_cut_between_two_metadata_zones_after_a_clean_end() -> None:
+    """The old zone is finished, the new one has no superblock yet."""
+    device = await aged(clean=True)
+    log = (await recovery.recover(device)).journal
+    await device.finish(log.chain[log.position])
+    async with mounted(device) as volume:
+        await grow(volume, b"more", 3)
+    assert not (await recovery.recover(device)).fallback
