@@ -9,7 +9,8 @@ Handles
   go through the page cache, since a shared map needs it.
 - The kernel may keep the pages that it has of a file (`keep_cache`) only if the file has not been
   modified since it was last opened through the page cache.
-- Inode numbers are never used twice, so `forget` has nothing to give back but our own notes.
+- Inode numbers are never used twice, so `forget` has nothing to give back but our own notes. Until
+  then the kernel may ask for the attributes of an inode, deleted or not.
 """
 
 from __future__ import annotations
@@ -101,6 +102,7 @@ class Filesystem(pyfuse3.Operations):
         self._files: dict[int, File] = {}
         self._directories: dict[int, Directory] = {}
         self._next_handle = 1
+        self._known: dict[int, Inode] = {}  # to the kernel, which has not forgotten them yet
         self._readers: Counter[int] = Counter()  # inode → open handles with pages
         self._pages: dict[int, int] = {}  # inode → its `writes` when pages were last allowed
 
@@ -131,8 +133,12 @@ class Filesystem(pyfuse3.Operations):
 
     def _entry(self, inode: Inode) -> EntryAttributes:
         """Return the attributes for a reply after which the kernel knows the inode."""
-        inode.lookups += 1
+        self._looked_up(inode)
         return self._attributes(inode)
+
+    def _looked_up(self, inode: Inode) -> None:
+        inode.lookups += 1
+        self._known[inode.ino] = inode
 
     @answers
     async def lookup(self, parent: int, name: bytes, ctx: RequestContext) -> EntryAttributes:
@@ -144,14 +150,23 @@ class Filesystem(pyfuse3.Operations):
 
     async def forget(self, inode_list: Sequence[tuple[int, int]]) -> None:
         for ino, count in inode_list:
-            inode = self.volume.namespace.inodes.get(ino)
-            if inode is not None:
-                inode.lookups -= count
-            if inode is None or inode.lookups <= 0:
+            inode = self._known.get(ino)
+            if inode is None:
+                continue
+            inode.lookups -= count
+            if inode.lookups <= 0:
+                del self._known[ino]
                 self._pages.pop(ino, None)
 
     @answers
     async def getattr(self, ino: int, ctx: RequestContext) -> EntryAttributes:
+        if ino in self._known:
+            # Perhaps deleted, though it is in use without a handle of ours: a working directory,
+            # a fifo, what O_PATH has opened.
+            return self._attributes(self._known[ino])
+        return self._existing(ino)
+
+    def _existing(self, ino: int) -> EntryAttributes:
         if control.owns(ino):
             return self.control.attributes(ino)
         return self._attributes(self.volume.inode(ino))
@@ -372,13 +387,13 @@ class Filesystem(pyfuse3.Operations):
         for position in range(start_id, len(directory.entries)):
             name, ino = directory.entries[position]
             try:
-                attributes = await self.getattr(ino, None)  # type: ignore[arg-type]
-            except FUSEError:
+                attributes = self._existing(ino)
+            except FSError:
                 continue  # deleted since the listing was made
             if not pyfuse3.readdir_reply(token, name, attributes, position + 1):
                 return
             if name not in (b".", b"..") and not control.owns(ino):
-                self.volume.inode(ino).lookups += 1
+                self._looked_up(self.volume.inode(ino))
 
     def _listing(self, ino: int) -> list[tuple[bytes, int]]:
         if control.owns(ino):

@@ -56,6 +56,11 @@ offsets = st.sampled_from([0, 1, 100, 255, 4095, 4096, 4097, 9000, 70_000])
 lengths = st.sampled_from([0, 1, 17, 256, 257, 4095, 4096, 5000, 66_000])
 handles = st.integers(0, HANDLES - 1)
 fills = st.integers(1, 255)
+edits = st.lists(
+    st.tuples(st.sampled_from(["write", "truncate", "sync"]), offsets, lengths, fills),
+    min_size=2,
+    max_size=8,
+)
 modes = st.sampled_from([0o644, 0o600, 0o755, 0o4755, 0o2755, 0o2644, 0o1777, 0])
 owners = st.sampled_from([-1, 0, 1234])
 attributes = st.sampled_from(["user.a", "user.b", "trusted.c"])
@@ -210,16 +215,23 @@ class Machine(RuleBasedStateMachine):
         if handle in self.theirs.open:
             self.both(lambda side: os.close(side.open.pop(handle)))
 
-    @rule(name=names, access=writing, length=lengths, fill=fills, offset=offsets)
-    def put(self, name: str, access: int, length: int, fill: int, offset: int) -> None:
-        def putting(side: Side) -> int:
+    @rule(name=names, access=writing, steps=edits)
+    def edit(self, name: str, access: int, steps: list[tuple[str, int, int, int]]) -> None:
+        def editing(side: Side) -> None:
             fd = os.open(side.path(name), access | os.O_CREAT | os.O_NONBLOCK, 0o644)
             try:
-                return os.pwrite(fd, bytes([fill]) * length, offset)
+                for how, offset, length, fill in steps:
+                    match how:
+                        case "write":
+                            os.pwrite(fd, bytes([fill]) * length, offset)
+                        case "truncate":
+                            os.ftruncate(fd, offset)
+                        case "sync":
+                            os.fsync(fd)
             finally:
                 os.close(fd)
 
-        self.both(putting)
+        self.both(editing)
 
     @precondition(something_open)
     @rule(handle=handles, length=lengths, fill=fills)

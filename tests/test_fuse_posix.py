@@ -215,6 +215,29 @@ def test_what_was_unlinked_while_open_is_gone_after_a_crash(fresh: Live) -> None
     assert before.f_bfree == after.f_bfree
 
 
+@pytest.mark.parametrize("kind", ["fifo", "path", "directory"])
+def test_what_needs_no_handle_is_known_while_it_is_used(room: Path, kind: str) -> None:
+    """The kernel opens these by itself."""
+    path = room / "gone"
+    if kind == "fifo":
+        os.mkfifo(path, 0o640)
+        fd = os.open(path, os.O_RDWR)
+        path.unlink()
+    elif kind == "path":
+        path.write_bytes(b"content")
+        fd = os.open(path, os.O_PATH)
+        path.unlink()
+    else:
+        path.mkdir()
+        fd = os.open(path, os.O_PATH)
+        path.rmdir()
+    assert os.listdir(room) == []
+    path.touch()
+    assert os.fstat(fd).st_nlink == 0
+    assert os.fstat(fd).st_ino != path.stat().st_ino
+    os.close(fd)
+
+
 # Times
 
 
