@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import trio
 
-from retainzfs import errors, layout
+from retainzfs import errors, failpoints, layout
 from retainzfs.device import Device
 from retainzfs.journal import Journal
 from retainzfs.layout import BatchKind
@@ -52,6 +52,7 @@ class Committer:
         self.round = 1  # carries what is queued now
         self.durable_round = 0
         self.dirty: dict[int, Inode] = {}
+        self._generations: dict[int, int] = {}  # generation → round of its newest record
         self.failed: errors.RetainzError | None = None
         self.rounds = 0
         self.interval_s = interval_s
@@ -77,6 +78,8 @@ class Committer:
             self.namespace.apply(record)
             if isinstance(record, layout.InodeRecord | layout.SizeRecord):
                 self.namespace.inodes[record.ino].changed = self.round
+            elif isinstance(record, layout.GenerationRecord):
+                self._generations[record.generation] = self.round
         encoded = layout.encode_all(records)
         self._queue.append(encoded)
         self._queued += len(encoded)
@@ -102,7 +105,9 @@ class Committer:
             inode.due_s = self.clock_s() + (interval_s or self.interval_s)
 
     def clean(self, inode: Inode) -> bool:
-        return inode.ino not in self.dirty and inode.changed <= self.durable_round
+        """Whether all is durable of the inode, and of what its generation counts as."""
+        newest = max(inode.changed, self._generations.get(inode.generation, 0))
+        return inode.ino not in self.dirty and newest <= self.durable_round
 
     def forget(self, inode: Inode) -> None:
         self.dirty.pop(inode.ino, None)
@@ -193,14 +198,19 @@ class Committer:
         current = self.round
         self.round += 1
         self.rounds += 1
+        failpoints.reach("commit-drained")
         if self.stream.written != self._flushed:
             written = self.stream.written
             await self.device.flush()
             self._flushed = written
+            failpoints.reach("commit-flushed")
         for payload in self._batches(operations):
             await self.journal.append(BatchKind.LOG, payload, self.clock_s())
+        failpoints.reach("commit-logged")
         await self.journal.flush()
+        failpoints.reach("commit-durable")
         self.durable_round = current
+        self._generations = {g: r for g, r in self._generations.items() if r > current}
         self._durable()
 
     def _ordered_but(self, held: dict[int, Inode]) -> list[Inode]:
@@ -271,6 +281,7 @@ class Committer:
         """Write the next slice; the last one makes the snapshot valid."""
         if self._snapshot is None:
             await self.journal.append(BatchKind.SNAPSHOT_BEGIN, b"", self.clock_s())
+            failpoints.reach("snapshot-begun")
             self._snapshot = self._state()
             self._snapshot_size = 0
             self._snapshot_wanted = False
@@ -285,6 +296,7 @@ class Committer:
         if pieces:
             await self.journal.append(BatchKind.SNAPSHOT, b"".join(pieces), self.clock_s())
             self._snapshot_size += size
+            failpoints.reach("snapshot-sliced")
             self._wake.set()
             return
         self._snapshot = None
@@ -292,6 +304,7 @@ class Committer:
         await self._round()
         await self.journal.append(BatchKind.SNAPSHOT_END, b"", self.clock_s())
         await self.journal.flush()
+        failpoints.reach("snapshot-ended")
         self.journal.snapshot_complete(self._snapshot_size)
 
     def _state(self) -> Iterator[layout.Record]:

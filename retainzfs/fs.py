@@ -9,8 +9,7 @@ Handles
   go through the page cache, since a shared map needs it.
 - The kernel may keep the pages that it has of a file (`keep_cache`) only if the file has not been
   modified since it was last opened through the page cache.
-- Inode numbers are never used twice, so `forget` has nothing to give back but our own notes. Until
-  then the kernel may ask for the attributes of an inode, deleted or not.
+- Inode numbers are never used twice, so `forget` has nothing to give back but our own notes.
 """
 
 from __future__ import annotations
@@ -41,7 +40,8 @@ BLOCK_SIZE = 1 << 20  # st_blksize: programs size their buffers by it
 # All changes but reaping come through this kernel, so it could keep names and attributes for long;
 # more than a second gains nothing, and the times of a reaped directory shall not be stale for long.
 TIMEOUT_S = 1.0
-PF_SIGNALED = 0x400  # include/linux/sched.h: killed by a signal
+# include/linux/sched.h: a process is ending, was killed by a signal.
+PF_EXITING, PF_SIGNALED = 0x4, 0x400
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -80,7 +80,7 @@ class File:
     cached: bool  # goes through the page cache
     changed: bool = False  # the file, by a write through it or by creating or truncating it
     wrote: bool = False  # since the kernel was last told
-    opener: int = 0  # process, 0 in a namespace that we do not see
+    opener: int = 0  # process (or thread, of no generation); 0 in a namespace that we do not see
 
 
 @dataclass(slots=True)
@@ -102,7 +102,6 @@ class Filesystem(pyfuse3.Operations):
         self._files: dict[int, File] = {}
         self._directories: dict[int, Directory] = {}
         self._next_handle = 1
-        self._known: dict[int, Inode] = {}  # to the kernel, which has not forgotten them yet
         self._readers: Counter[int] = Counter()  # inode → open handles with pages
         self._pages: dict[int, int] = {}  # inode → its `writes` when pages were last allowed
 
@@ -133,12 +132,8 @@ class Filesystem(pyfuse3.Operations):
 
     def _entry(self, inode: Inode) -> EntryAttributes:
         """Return the attributes for a reply after which the kernel knows the inode."""
-        self._looked_up(inode)
-        return self._attributes(inode)
-
-    def _looked_up(self, inode: Inode) -> None:
         inode.lookups += 1
-        self._known[inode.ino] = inode
+        return self._attributes(inode)
 
     @answers
     async def lookup(self, parent: int, name: bytes, ctx: RequestContext) -> EntryAttributes:
@@ -150,23 +145,14 @@ class Filesystem(pyfuse3.Operations):
 
     async def forget(self, inode_list: Sequence[tuple[int, int]]) -> None:
         for ino, count in inode_list:
-            inode = self._known.get(ino)
-            if inode is None:
+            if control.owns(ino):
                 continue
-            inode.lookups -= count
-            if inode.lookups <= 0:
-                del self._known[ino]
+            if self.volume.inode(ino).lookups == count:
                 self._pages.pop(ino, None)
+            self.volume.forget(ino, count)
 
     @answers
     async def getattr(self, ino: int, ctx: RequestContext) -> EntryAttributes:
-        if ino in self._known:
-            # Perhaps deleted, though it is in use without a handle of ours: a working directory,
-            # a fifo, what O_PATH has opened.
-            return self._attributes(self._known[ino])
-        return self._existing(ino)
-
-    def _existing(self, ino: int) -> EntryAttributes:
         if control.owns(ino):
             return self.control.attributes(ino)
         return self._attributes(self.volume.inode(ino))
@@ -314,7 +300,9 @@ class Filesystem(pyfuse3.Operations):
         fh = self._next_handle
         self._next_handle += 1
         changed = bool(flags & (os.O_TRUNC | os.O_CREAT))
-        self._files[fh] = File(ino, cached, changed, opener=ctx.pid)
+        writes_generation = inode.generation and flags & os.O_ACCMODE
+        opener = _process(ctx.pid) if writes_generation else ctx.pid
+        self._files[fh] = File(ino, cached, changed, opener=opener)
         return FileInfo(fh=fh, direct_io=not cached, keep_cache=keep)
 
     @answers
@@ -336,8 +324,8 @@ class Filesystem(pyfuse3.Operations):
         if control.owns(fh):
             return
         file = self._files[fh]
-        killed = functools.partial(_killed, file.opener)
-        await self.volume.flush(file.ino, wrote=file.changed, killed=killed)
+        died = functools.partial(_died, file.opener)
+        await self.volume.flush(file.ino, wrote=file.changed, died=died)
         await self._expire_pages(file)
 
     @answers
@@ -387,13 +375,13 @@ class Filesystem(pyfuse3.Operations):
         for position in range(start_id, len(directory.entries)):
             name, ino = directory.entries[position]
             try:
-                attributes = self._existing(ino)
-            except FSError:
+                attributes = await self.getattr(ino, None)  # type: ignore[arg-type]
+            except FUSEError:
                 continue  # deleted since the listing was made
             if not pyfuse3.readdir_reply(token, name, attributes, position + 1):
                 return
             if name not in (b".", b"..") and not control.owns(ino):
-                self._looked_up(self.volume.inode(ino))
+                self.volume.inode(ino).lookups += 1
 
     def _listing(self, ino: int) -> list[tuple[bytes, int]]:
         if control.owns(ino):
@@ -471,8 +459,17 @@ def _expire_name(parent: int, name: bytes) -> None:
         pyfuse3.invalidate_entry(parent, name)
 
 
-def _killed(pid: int) -> bool:
-    """Whether a process is ending by a signal: then its files are closed by nobody.
+def _process(thread: int) -> int:
+    """Return the process of a thread, which may end before the process does; 0 if hidden."""
+    try:
+        status = Path("/proc", str(thread), "status").read_text(errors="replace")
+    except OSError:
+        return 0
+    return int(status.partition("\nTgid:")[2].split(maxsplit=1)[0])
+
+
+def _died(pid: int) -> bool:
+    """Whether a process is ending by a signal or with an error: then nobody closes its files.
 
     A process that is gone, or hidden, may have handed its file to another: that says nothing.
     """
@@ -480,5 +477,6 @@ def _killed(pid: int) -> bool:
         status = Path("/proc", str(pid), "stat").read_text(errors="replace")
     except OSError:
         return False
-    flags = int(status.rpartition(")")[2].split()[6])  # proc(5): the ninth field
-    return bool(flags & PF_SIGNALED)
+    fields = status.rpartition(")")[2].split()
+    flags, code = int(fields[6]), int(fields[49])  # proc(5): the ninth and the 52nd field
+    return bool(flags & PF_SIGNALED or (flags & PF_EXITING and code))

@@ -18,7 +18,7 @@ from retainzfs import errors, journal, layout, recovery
 from retainzfs._zio import crc32c
 from retainzfs.device import Condition, Device, ZoneReport, open_target
 from retainzfs.hints import format_size
-from retainzfs.layout import BLOCK, INLINE_SUMS_MAX, RUN_BLOCKS_MAX
+from retainzfs.layout import BLOCK, INLINE_SUMS_MAX
 from retainzfs.namespace import Extent, Inode, Namespace, Run
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
@@ -68,9 +68,13 @@ def check(target: str, *, scrub: bool = False, progress: Progress | None = None)
 
     Raises TargetMissing, TargetBusy, ForeignTarget, NewerFormat: then there is nothing to check.
     """
-    device = open_target(target, readonly=True)
     report = Report(target)
-    trio.run(_check, device, report, scrub, progress or _silent)
+    try:
+        device = open_target(target, readonly=True)
+    except errors.Damaged as damage:
+        report.findings.append(Finding(str(damage.args[1])))
+        return report
+    trio.run(check_device, device, report, scrub, progress or _silent)
     return report
 
 
@@ -78,38 +82,51 @@ def _silent(done: int, total: int) -> None:
     pass
 
 
-async def _check(device: Device, report: Report, scrub: bool, progress: Progress) -> None:
+async def check_device(
+    device: Device, report: Report, scrub: bool, progress: Progress = _silent
+) -> None:
+    """Check an opened device, close it, and add what was found to the report."""
     try:
         await device.start()
-        try:
-            recovered = await recovery.recover(device)
-        except errors.Damaged as damage:
-            report.findings.append(Finding(str(damage.args[1])))
-            return
-        namespace = recovered.namespace
-        if not recovered.clean:
-            text = (
-                f"not unmounted cleanly; {recovered.rolled_back} bytes of log will be rolled back"
-            )
-            report.findings.append(Finding(text, damage=False))
-        if recovered.orphans:
-            text = f"{len(recovered.orphans)} files were deleted while open; a mount frees them"
-            report.findings.append(Finding(text, damage=False))
-        report.findings += map(Finding, _structure(device, namespace))
-        report.directories = sum(inode.is_dir for inode in namespace.inodes.values())
-        report.files = len(namespace.inodes) - report.directories
-        live: Counter[int] = Counter()
-        for inode in namespace.inodes.values():
-            for extent in inode.extents:
-                live[extent.run.zone] += extent.blocks * BLOCK
-        report.live = dict(sorted(live.items()))
-        if scrub:
-            await _scrub(device, namespace, report, progress)
+        await _examine(device, report, scrub, progress)
     finally:
         await device.aclose()
 
 
-def _structure(device: Device, namespace: Namespace) -> Iterator[str]:
+async def examine(device: Device, *, scrub: bool = False) -> Report:
+    """Check a device that is started and not mounted."""
+    report = Report(device.name)
+    await _examine(device, report, scrub, _silent)
+    return report
+
+
+async def _examine(device: Device, report: Report, scrub: bool, progress: Progress) -> None:
+    try:
+        recovered = await recovery.recover(device)
+    except errors.Damaged as damage:
+        report.findings.append(Finding(str(damage.args[1])))
+        return
+    namespace = recovered.namespace
+    if not recovered.clean:
+        text = f"not unmounted cleanly; {recovered.rolled_back} bytes of log will be rolled back"
+        report.findings.append(Finding(text, damage=False))
+    if recovered.orphans:
+        text = f"{len(recovered.orphans)} files were deleted while open; a mount frees them"
+        report.findings.append(Finding(text, damage=False))
+    report.findings += map(Finding, structure(device, namespace))
+    report.directories = sum(inode.is_dir for inode in namespace.inodes.values())
+    report.files = len(namespace.inodes) - report.directories
+    live: Counter[int] = Counter()
+    for inode in namespace.inodes.values():
+        for extent in inode.extents:
+            live[extent.run.zone] += extent.blocks * BLOCK
+    report.live = dict(sorted(live.items()))
+    if scrub:
+        await _scrub(device, namespace, report, progress)
+
+
+def structure(device: Device, namespace: Namespace) -> Iterator[str]:
+    """Yield where a volume contradicts itself or the zones."""
     zones = device.report()
     first_data = journal.metadata_zones(len(zones))
     for inode in namespace.inodes.values():
@@ -127,7 +144,7 @@ def _file(namespace: Namespace, inode: Inode) -> Iterator[str]:
     path = namespace.path(inode.ino)
     if inode.is_dir and inode.ino != inode.parent and inode.parent not in namespace.inodes:
         yield f"{path}: its parent directory, inode {inode.parent}, does not exist"
-    if inode.generation and inode.generation not in namespace.generations:
+    if inode.nlink and inode.generation and inode.generation not in namespace.generations:
         yield f"{path}: belongs to generation {inode.generation}, which does not exist"
     end = -(-inode.size // BLOCK)
     if inode.extents and inode.extents[-1].end > end:
@@ -139,8 +156,7 @@ def _file(namespace: Namespace, inode: Inode) -> Iterator[str]:
 
 def _zone(namespace: Namespace, zone: ZoneReport, runs: list[Run]) -> Iterator[str]:
     epoch = namespace.zone_epochs.get(zone.index, 0)
-    whole = (Condition.FULL, Condition.READ_ONLY, Condition.OFFLINE)
-    end = zone.capacity if zone.condition in whole else zone.write_pointer
+    end = recovery.written(zone)
     runs.sort(key=lambda run: run.start)
     for run in runs:
         where = f"zone {zone.index}, blocks {run.start} to {run.start + run.blocks}"
@@ -149,8 +165,8 @@ def _zone(namespace: Namespace, zone: ZoneReport, runs: list[Run]) -> Iterator[s
             yield f"{where}: written before reset {run.epoch} of {epoch}; belongs to {paths}"
         if (run.start + run.blocks) * BLOCK > end:
             yield f"{where}: beyond the write pointer {end // BLOCK}; belongs to {paths}"
-        if run.length > RUN_BLOCKS_MAX:
-            yield f"{where}: a run of {run.length} blocks is too long"
+        if not run.single:
+            yield f"{where}: held more than once; belongs to {paths}"
     if zone.condition is Condition.OFFLINE:
         yield f"zone {zone.index} is offline; {len(runs)} runs in it are lost"
     for one, other in pairwise(runs):

@@ -18,15 +18,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from retainzfs import errors, layout
+from retainzfs import errors, failpoints, layout
 from retainzfs._zio import Slot
 from retainzfs.device import Condition, Device
 from retainzfs.layout import BLOCK, BatchHeader, BatchKind, Superblock
 
 METADATA_ZONES_MIN = 4  # two for the newest snapshot and its log, two for the one being written
 METADATA_SHARE = 100  # one zone in so many holds metadata
-BATCH_MAX = 1 << 20  # records of one batch, bytes; bounds the memory and the time of one append
+STUCK = (Condition.READ_ONLY, Condition.OFFLINE)  # a zone that is never written again
 OF_SNAPSHOT = (BatchKind.SNAPSHOT_BEGIN, BatchKind.SNAPSHOT, BatchKind.SNAPSHOT_END)
+UNFINISHED = (BatchKind.SNAPSHOT_BEGIN, BatchKind.SNAPSHOT)  # nothing, without what comes behind
 READ_CHUNK = 1 << 20  # bytes read at a time while replaying
 
 
@@ -53,6 +54,7 @@ class Replay:
     epoch: int = 0  # mounts of the volume before this one
     clean: bool = False
     rolled_back: int = 0  # bytes of a torn tail that were discarded
+    given_up: list[int] = field(default_factory=list)  # zones behind the chain, to be reset first
     clock_s: float = 0.0
 
 
@@ -64,12 +66,13 @@ class Journal:
         self.superblock = superblock
         self.zones = superblock.metadata_zones
         self.capacity = superblock.zone_capacity
-        self.batch_max = min(BATCH_MAX, self.capacity // 4)
+        self.batch_max = min(layout.BATCH_MAX, self.capacity // 4)
         self.epoch = 1
         self.sequence = 0  # of the newest batch
         self.durable = 0
         self.position = 0  # of the zone being written, in the chain
         self.chain: dict[int, int] = {}  # position → zone
+        self.given_up: list[int] = []  # zones to be reset, the last one first
         self.write_pointer = 0
         self.torn = True  # nothing may follow what the current zone holds
         self.snapshot_position = 0
@@ -146,10 +149,17 @@ class Journal:
         if self.chain:
             # The superblock's first sequence promises that every batch before it is there.
             await self.flush()
-            if self.write_pointer < self.capacity:
-                await self.device.finish(self.chain[self.position])
+            current = self.chain[self.position]
+            if self.write_pointer < self.capacity and current not in self._stuck():
+                await self.device.finish(current)
+            failpoints.reach("switch-finished")
+        while self.given_up:
+            # One after the other: a scan finds the newest zone and goes back without gaps.
+            await self.device.reset([self.given_up.pop()])
+            await self.device.flush()
         zone = self._free_zone()
         await self.device.reset([zone])
+        failpoints.reach("switch-reset")
         self.chain = {p: z for p, z in self.chain.items() if z != zone}
         self.position += 1
         self.chain[self.position] = zone
@@ -161,18 +171,23 @@ class Journal:
             snapshot_position=self.snapshot_position,
         )
         await self._write(self.superblock.encode())
+        failpoints.reach("switch-written")
         # So that batches without a superblock before them can only be damage.
         await self.device.flush()
 
     def _free_zone(self) -> int:
-        used = set(self.chain.values())
+        stuck = self._stuck()
+        used = stuck.union(self.chain.values())
         for zone in range(self.zones):
             if zone not in used:
                 return zone
-        oldest = min(self.chain)
-        if oldest >= self.snapshot_position:
+        old = [p for p, z in self.chain.items() if p < self.snapshot_position and z not in stuck]
+        if not old:
             raise errors.NoSpace("the metadata zones are full; delete files")
-        return self.chain[oldest]
+        return self.chain[min(old)]
+
+    def _stuck(self) -> set[int]:
+        return {z.index for z in self.device.report()[: self.zones] if z.condition in STUCK}
 
     async def _write(self, data: bytes) -> None:
         zone = self.chain[self.position]
@@ -186,10 +201,11 @@ class Journal:
         self.sequence = self.durable = replay.sequence
         self.epoch = replay.epoch + 1
         self.chain = chain
+        self.given_up = list(replay.given_up)
         self.position = max(chain)
         self.snapshot_position = replay.snapshot_position
         self.write_pointer = write_pointer
-        self.torn = not replay.clean
+        self.torn = not replay.clean or chain[self.position] in self._stuck()
         self.snapshot_size = sum(len(b.payload) for b in replay.snapshot)
         self.since_snapshot = sum(len(b.payload) + BLOCK for b in replay.log)
 
@@ -237,8 +253,9 @@ async def scan(device: Device) -> tuple[Replay, dict[int, int], int]:
         first -= 1
     replay = Replay(newest)
     batches: list[Batch] = []
-    end = BLOCK
     begins: dict[int, int] = {}  # sequence of a SNAPSHOT_BEGIN → chain position
+    needed = first  # position of the newest zone that must not be given up
+    end, count = BLOCK, 0  # where its batches end, and the number of batches up to there
     for position in range(first, newest.position + 1):
         zone = chain[position]
         expected = superblocks[zone].first_sequence
@@ -250,15 +267,20 @@ async def scan(device: Device) -> tuple[Replay, dict[int, int], int]:
             )
         # What lies behind the sequence with which the next zone begins was given up by a mount.
         until = superblocks[chain[position + 1]].first_sequence if position < newest.position else 0
-        found, end, lost = await _read_zone(device, zone, newest.uuid, expected, until)
+        found, found_end, lost = await _read_zone(device, zone, newest.uuid, expected, until)
         batches += found
-        replay.rolled_back = lost
         for batch in found:
             if batch.header.kind is BatchKind.SNAPSHOT_BEGIN:
                 begins[batch.header.sequence] = position
-    _select(device.name, replay, batches, begins)
+        if position == first or any(b.header.kind not in UNFINISHED for b in found):
+            needed, end, count = position, found_end, len(batches)
+            replay.rolled_back = lost
+    # Mounts that die before their first snapshot is complete must not use up the zones.
+    replay.given_up = [chain.pop(p) for p in range(needed + 1, newest.position + 1)]
+    _select(device.name, replay, batches[:count], begins)
     await _check_headless(device, set(superblocks), newest.uuid, replay.sequence)
-    replay.clean = batches[-1].header.kind is BatchKind.CLEAN and not replay.rolled_back
+    ended = batches[count - 1].header.kind is BatchKind.CLEAN
+    replay.clean = ended and not replay.rolled_back and not replay.given_up
     return replay, chain, end
 
 

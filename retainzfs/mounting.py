@@ -18,7 +18,7 @@ from typing import NoReturn, TextIO
 
 import trio
 
-from retainzfs import hints, mkfs, placement, session
+from retainzfs import failpoints, hints, mkfs, placement, session
 from retainzfs.device import is_memory
 from retainzfs.errors import MountError, NotYet, RetainzError, UsageError
 from retainzfs.mounts import find_mount
@@ -235,6 +235,7 @@ def _serve(mount: Mount, ready: Callable[[], None]) -> int:
     try:
         if mount.create_size is not None and not os.path.lexists(mount.target):
             mkfs.make(mount.target, size=mount.create_size)
+        failpoints.arm(os.environ.get(failpoints.VARIABLE, ""))
         trio.run(session.serve, setup, ready)
     except BaseException as error:
         ours = _only(error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 from collections import OrderedDict
+from collections.abc import Callable
 
 from retainzfs import errors, layout
 from retainzfs._zio import crc32c
@@ -11,7 +12,7 @@ from retainzfs.device import Device
 from retainzfs.errors import FSError
 from retainzfs.layout import BLOCK, INLINE_SUMS_MAX
 from retainzfs.namespace import Extent, Inode, Namespace, Run
-from retainzfs.zones import ZoneTable
+from retainzfs.zones import Zone, ZoneTable
 
 SUMS_CACHED = 1024  # trailers kept, 4 KiB each
 
@@ -25,6 +26,7 @@ class Reader:
         self.table = table
         self.namespace = namespace
         self.checksum_errors = 0
+        self.left: Callable[[], None] = lambda: None  # called when a dead zone is read no more
         self._sums: OrderedDict[tuple[int, int, int], bytes] = OrderedDict()
 
     async def read(self, inode: Inode, offset: int, size: int) -> memoryview:
@@ -36,9 +38,8 @@ class Reader:
         skip = offset - first * BLOCK
         extents = list(inode.spans(first, last))
         if any(e.run.failed for e in extents):
-            raise FSError(
-                errno.EIO, self.namespace.path(inode.ino), "its bytes could not be written"
-            )
+            what = "its bytes could not be written, or are lost"
+            raise FSError(errno.EIO, self.namespace.path(inode.ino), what)
         if (
             len(extents) == 1
             and extents[0].blocks == last - first
@@ -49,7 +50,7 @@ class Reader:
             try:
                 return (await self.fetch(inode, extents[0]))[skip : skip + size]
             finally:
-                self.table.unpin(zone)
+                self._unpin(zone)
         out = bytearray((last - first) * BLOCK)
         if first == 0 and inode.content and not (extents and extents[0].block == 0):
             out[: len(inode.content)] = inode.content
@@ -76,7 +77,12 @@ class Reader:
                 out[at : at + extent.blocks * BLOCK] = await self.fetch(inode, extent)
         finally:
             for extent in stored:
-                self.table.unpin(self.table[extent.run.zone])
+                self._unpin(self.table[extent.run.zone])
+
+    def _unpin(self, zone: Zone) -> None:
+        self.table.unpin(zone)
+        if zone.dead and not zone.pins:
+            self.left()
 
     async def fetch(self, inode: Inode, extent: Extent) -> memoryview:
         run = extent.run

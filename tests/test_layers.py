@@ -22,12 +22,12 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
     frozenset(layer.split())
     for layer in (
         "errors",
-        "_zio mounts",
+        "_zio failpoints mounts",
         "layout hints",
         "device",
         "zones inodes",
         "namespace placement journal",
-        "lanes",
+        "lanes consistency",
         "reader",
         "stream",
         "retention committer",
@@ -51,7 +51,7 @@ RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 # Outside packages, and who may import them: FUSE stays in the adapter, and what is pure neither
 # waits nor touches a descriptor.
 FUSE_ROOMS = {"fs", "control", "session"}
-PURE = {"errors", "layout", "hints", "zones", "placement", "inodes", "namespace"}
+PURE = {"errors", "layout", "hints", "zones", "placement", "inodes", "namespace", "consistency"}
 IMPURE = {"trio", "pyfuse3", "subprocess", "socket", "threading", "asyncio"}
 
 

@@ -23,13 +23,10 @@ from retainzfs.hints.attributes import (
     settable,
 )
 from retainzfs.hints.completeness import (
-    HEAD_BYTES,
-    TAIL_BYTES,
+    Examination,
     Finding,
     Verdict,
-    examine,
-    head_wanted,
-    structure,
+    examination,
 )
 from retainzfs.hints.layouts import Match, recognise, without_temporary
 from retainzfs.hints.lifetimes import Hint, learned_cadence, retirement
@@ -46,14 +43,13 @@ from retainzfs.hints.units import format_size, parse_duration, parse_size
 
 __all__ = [
     "ATTRIBUTES",
-    "HEAD_BYTES",
     "NUMBER_MAX",
     "PREFIX",
-    "TAIL_BYTES",
     "Access",
     "Act",
     "Attribute",
     "Durability",
+    "Examination",
     "FileClass",
     "Finding",
     "Hint",
@@ -63,9 +59,8 @@ __all__ = [
     "Value",
     "Verdict",
     "check_retire",
-    "examine",
+    "examination",
     "format_size",
-    "head_wanted",
     "is_marker",
     "is_ours",
     "is_tracker",
@@ -80,7 +75,6 @@ __all__ = [
     "resolve",
     "retirement",
     "settable",
-    "structure",
     "tracked",
     "unfinished_marker",
     "without_temporary",
