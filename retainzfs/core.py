@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Self
 
@@ -105,6 +105,7 @@ class Core:
             self.retention.unit_s,
         )
         self.reader = Reader(device, self.table, self.namespace)
+        self.reader.left = self.lanes.changed
         self.stream = Stream(device, self.lanes, self.reader, self.uuid, nursery, pool=options.pool)
         self.lanes.staged = self.stream.staged
         self.committer = Committer(
@@ -118,7 +119,13 @@ class Core:
         )
         self.namespace.ledger = Accounts(self.table, lambda: self.committer.round)
         self.reclaim = Reclaim(
-            device, self.lanes, self.stream, self.namespace, self.committer, self.now_s
+            device,
+            self.lanes,
+            self.stream,
+            self.namespace,
+            self.committer,
+            self.now_s,
+            self.kept,
         )
         self.scrub = Scrub(device, self.table, self.namespace, nursery, self.reader.tell)
         self.logical = 0  # bytes that programs wrote
@@ -162,6 +169,8 @@ class Core:
             yield volume
             volume.scrub.stop()
             if volume.failed is None:
+                for inode in [i for i in volume.namespace.inodes.values() if not i.nlink]:
+                    volume.discard(inode)  # nobody can use it any more
                 await volume.committer.close()
             else:
                 nursery.cancel_scope.cancel()
@@ -190,16 +199,51 @@ class Core:
 
     def lane(self, inode: Inode) -> Lane:
         """Return the lane that an inode's next bytes take."""
-        if inode.generation:
+        if inode.generation in self.namespace.generations:
             return self.lanes.lane(inode.generation)
         kind = self.retention.kind_of(inode)
         return self.lanes.lane(-int(kind), kind)
 
+    def open(self, ino: int) -> None:
+        self.namespace.get(ino).handles += 1
+
+    def close(self, ino: int) -> None:
+        inode = self.namespace.get(ino)
+        inode.handles -= 1
+        assert inode.handles >= 0, "an inode is closed as often as it was opened"
+        if inode.nlink == 0 and not inode.in_use:
+            self.discard(inode)
+
+    def forget(self, ino: int, count: int) -> None:
+        """So many lookups of an inode are not remembered any more."""
+        inode = self.namespace.get(ino)
+        inode.lookups -= count
+        assert inode.lookups >= 0, "an inode is forgotten as often as it was looked up"
+        if inode.nlink == 0 and not inode.in_use:
+            self.discard(inode)
+
+    @contextmanager
+    def kept(self, inode: Inode) -> Iterator[None]:
+        """Whoever awaits in the middle of changing an inode holds it open meanwhile, so that the
+        last name going does not free it."""
+        self.open(inode.ino)
+        try:
+            yield
+        finally:
+            self.close(inode.ino)
+
     def discard(self, inode: Inode) -> None:
-        """The last name and the last handle are gone."""
-        records = self.retention.left(inode.generation, inode.ino)
+        """The last name is gone, and nobody uses the inode."""
+        records = self.left(inode)
         self.committer.forget(inode)
         self.committer.log(layout.FreeRecord(inode.ino), *records)
+
+    def left(self, inode: Inode) -> list[layout.Record]:
+        """Return the records of an inode that leaves its generation; the last one ends it."""
+        records = self.retention.left(inode.generation, inode.ino)
+        if records:
+            self.lanes.close(inode.generation)
+        return records
 
     def _now_durable(self) -> None:
         if self.table.resettable(self.committer.durable_round):

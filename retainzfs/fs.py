@@ -145,11 +145,11 @@ class Filesystem(pyfuse3.Operations):
 
     async def forget(self, inode_list: Sequence[tuple[int, int]]) -> None:
         for ino, count in inode_list:
-            inode = self.volume.namespace.inodes.get(ino)
-            if inode is not None:
-                inode.lookups -= count
-            if inode is None or inode.lookups <= 0:
+            if control.owns(ino):
+                continue
+            if self.volume.inode(ino).lookups == count:
                 self._pages.pop(ino, None)
+            self.volume.forget(ino, count)
 
     @answers
     async def getattr(self, ino: int, ctx: RequestContext) -> EntryAttributes:
@@ -417,7 +417,9 @@ class Filesystem(pyfuse3.Operations):
 
     @answers
     async def listxattr(self, ino: int, ctx: RequestContext) -> list[bytes]:
-        return [] if control.owns(ino) else self.volume.listxattr(ino)
+        names = [] if control.owns(ino) else self.volume.listxattr(ino)
+        # The kernel keeps the values from others than root, but not the names.
+        return [n for n in names if not (ctx.uid and n.startswith(b"trusted."))]
 
     @answers
     async def removexattr(self, ino: int, name: bytes, ctx: RequestContext) -> None:

@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 
 import trio
 
-from retainzfs import errors, journal, recovery
+from retainzfs import consistency, errors, journal, recovery
 from retainzfs.device import Condition, Device, ZoneReport, is_memory, open_target
 from retainzfs.device.heads import head_faults
 from retainzfs.extents import StoredRuns
 from retainzfs.hints import format_size
-from retainzfs.layout import BLOCK, RUN_BLOCKS_MAX
+from retainzfs.layout import BLOCK
 from retainzfs.mending import Mender
 from retainzfs.namespace import Inode, Namespace, Run
 from retainzfs.scrub import Pace, stored_bytes, verify
@@ -86,9 +86,17 @@ def check(
 
     Raises TargetMissing, TargetBusy, ForeignTarget, NewerFormat: then there is nothing to check.
     """
-    device = open_target(target, readonly=True)
     report = Report(target)
-    trio.run(_check, device, report, scrub, Pace(rate), progress or _silent)
+    try:
+        device = open_target(target, readonly=True)
+    except errors.Damaged as damage:
+        report.findings.append(Finding(str(damage.args[1])))
+        return report
+    if not is_memory(target):
+        for fault in head_faults(target):
+            how = "write the good copy over it"
+            report.findings.append(Finding(fault.text, not fault.torn, how))
+    trio.run(check_device, device, report, scrub, Pace(rate), progress or _silent)
     return report
 
 
@@ -96,16 +104,17 @@ def _silent(done: int, total: int) -> None:
     pass
 
 
-async def _check(
-    device: Device, report: Report, scrub: bool, pace: Pace, progress: Progress
+async def check_device(
+    device: Device,
+    report: Report,
+    scrub: bool,
+    pace: Pace | None = None,
+    progress: Progress = _silent,
 ) -> None:
+    """Check an opened device, close it, and add what was found to the report."""
     try:
         await device.start()
-        if not is_memory(report.target):
-            for fault in head_faults(report.target):
-                how = "write the good copy over it"
-                report.findings.append(Finding(fault.text, not fault.torn, how))
-        await _examine(device, report, scrub, pace, progress)
+        await _examine(device, report, scrub, pace or Pace(None), progress)
     finally:
         await device.aclose()
 
@@ -129,7 +138,7 @@ async def _examine(
     mender = Mender(namespace, 0)
     mended = (Finding(p.text, repair=p.repair) for p in mender.problems)
     found = [*_log(recovered), *mended]
-    if rest := list(namespace.check()):
+    if rest := list(consistency.check(namespace)):
         # Of a namespace that still contradicts itself nothing more can be asked, or mended.
         report.findings += [finding._replace(repair="") for finding in found]
         report.findings += map(Finding, rest)
@@ -191,8 +200,7 @@ def _file(namespace: Namespace, inode: Inode) -> Iterator[str]:
 
 def _zone(namespace: Namespace, zone: ZoneReport, runs: list[Run]) -> Iterator[str]:
     epoch = namespace.zone_epochs.get(zone.index, 0)
-    whole = (Condition.FULL, Condition.READ_ONLY, Condition.OFFLINE)
-    end = zone.capacity if zone.condition in whole else zone.write_pointer
+    end = recovery.written(zone)
     runs.sort(key=lambda run: run.start)
     for run in runs:
         where = f"zone {zone.index}, blocks {run.start} to {run.start + run.blocks}"
@@ -201,8 +209,8 @@ def _zone(namespace: Namespace, zone: ZoneReport, runs: list[Run]) -> Iterator[s
             yield f"{where}: written before reset {run.epoch} of {epoch}; belongs to {paths}"
         if (run.start + run.blocks) * BLOCK > end:
             yield f"{where}: beyond the write pointer {end // BLOCK}; belongs to {paths}"
-        if run.length > RUN_BLOCKS_MAX:
-            yield f"{where}: a run of {run.length} blocks is too long"
+        if not run.single:
+            yield f"{where}: held more than once; belongs to {paths}"
     if zone.condition is Condition.OFFLINE:
         yield f"zone {zone.index} is offline; {len(runs)} runs in it are lost"
     for one, other in pairwise(runs):

@@ -34,6 +34,11 @@ class Run:
         """Blocks on the device, trailer included."""
         return self.length + (self.length > layout.INLINE_SUMS_MAX)
 
+    @property
+    def single(self) -> bool:
+        """Whether its blocks are not held more often than they are there."""
+        return self.held <= self.length
+
     def __repr__(self) -> str:
         return f"Run(zone={self.zone}, start={self.start}, length={self.length})"
 
@@ -92,6 +97,12 @@ class Inode:
             None  # bytes that failed writes left out, as their callers know
         )
         self.stage: object = None  # the stream's own
+
+    @property
+    def in_use(self) -> bool:
+        """Whether its bytes are needed even without a name. The kernel may open what it looked up
+        after the name went to another inode; until it forgets, the old one is there."""
+        return bool(self.handles or self.lookups)
 
     @property
     def is_dir(self) -> bool:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from retainzfs import errors, failpoints, layout
 from retainzfs._zio import Slot
-from retainzfs.device import Device
+from retainzfs.device import Condition, Device
 from retainzfs.layout import BLOCK, BatchHeader, BatchKind, Superblock
 from retainzfs.replay import (
     METADATA_ZONES_MIN,
@@ -41,7 +41,7 @@ __all__ = [
     "scan",
 ]
 
-BATCH_MAX = 1 << 20  # records of one batch, bytes; bounds the memory and the time of one append
+STUCK = (Condition.READ_ONLY, Condition.OFFLINE)  # a zone that is never written again
 
 
 class Journal:
@@ -52,7 +52,7 @@ class Journal:
         self.superblock = superblock
         self.zones = superblock.metadata_zones
         self.capacity = superblock.zone_capacity
-        self.batch_max = min(BATCH_MAX, self.capacity // 4)
+        self.batch_max = min(layout.BATCH_MAX, self.capacity // 4)
         self.epoch = 1
         self.sequence = 0  # of the newest batch
         self.log_sequence = 0  # of the newest LOG batch
@@ -137,8 +137,9 @@ class Journal:
         if self.chain:
             # The superblock's first sequence promises that every batch before it is there.
             await self.flush()
-            if self.write_pointer < self.capacity:
-                await self.device.finish(self.chain[self.position])
+            current = self.chain[self.position]
+            if self.write_pointer < self.capacity and current not in self._stuck():
+                await self.device.finish(current)
             failpoints.reach("switch-finished")
         for given_up in self.given_up:
             # One after the other, so that a power cut leaves no hole in the chain.
@@ -165,14 +166,18 @@ class Journal:
         await self.device.flush()
 
     def _free_zone(self) -> int:
-        used = set(self.chain.values())
+        stuck = self._stuck()
+        used = stuck.union(self.chain.values())
         for zone in range(self.zones):
             if zone not in used:
                 return zone
-        oldest = min(self.chain)
-        if oldest >= self.snapshot_position:
+        old = [p for p, z in self.chain.items() if p < self.snapshot_position and z not in stuck]
+        if not old:
             raise errors.NoSpace("the metadata zones are full; delete files")
-        return self.chain[oldest]
+        return self.chain[min(old)]
+
+    def _stuck(self) -> set[int]:
+        return {z.index for z in self.device.report()[: self.zones] if z.condition in STUCK}
 
     async def _write(self, data: bytes) -> None:
         zone = self.chain[self.position]
@@ -187,11 +192,11 @@ class Journal:
         self.log_sequence = replay.log_sequence
         self.epoch = replay.epoch + 1
         self.chain = chain
+        self.given_up = list(replay.given_up)
         self.position = max(chain)
         self.snapshot_position = replay.snapshot_position
         self.write_pointer = write_pointer
-        self.torn = not replay.clean
-        self.given_up = replay.given_up
+        self.torn = not replay.clean or chain[self.position] in self._stuck()
         self.snapshot_size = sum(len(b.payload) for b in replay.snapshot)
         self.since_snapshot = sum(len(b.payload) + BLOCK for b in replay.log)
 

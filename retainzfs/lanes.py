@@ -47,8 +47,8 @@ class Lane:
     """`key` is a generation (> 0) or a kind of data without one (-kind)."""
 
     __slots__ = (
-        "closed", "copies", "key", "kind", "open", "placed", "queue", "redo", "room", "steps",
-        "working", "zone",
+        "closed", "copies", "epoch", "key", "kind", "open", "placed", "queue", "redo", "room",
+        "steps", "working", "zone",
     )  # fmt: skip
 
     def __init__(self, key: int, kind: Kind, *, copies: bool = False) -> None:
@@ -61,6 +61,7 @@ class Lane:
         self.room = trio.Semaphore(IN_FLIGHT)  # appends submitted and not ended
         self.working = False
         self.zone: int | None = None  # the zone being filled
+        self.epoch = 0  # of that zone; after a reset it may be anybody's
         self.steps: deque[placement.Step] = deque()
         self.placed = 0  # bytes of the lane that have a zone
         self.closed = False  # its generation is complete
@@ -151,9 +152,13 @@ class Lanes:
         return Hint(lane.kind, math.inf, 0)
 
     def changed(self) -> None:
-        """Zones filled, were finished or reset: who waits for one looks again."""
+        """Zones filled, were finished, reset or read to the end: who waits for one looks again."""
         self._changed.set()
         self._changed = trio.Event()
+
+    async def change(self) -> None:
+        """Return when zones have changed."""
+        await self._changed.wait()
 
     def fits(self, kind: Kind, nbytes: int) -> bool:
         """Whether bytes may be staged: everything staged must have a place without any wait."""
@@ -213,7 +218,7 @@ class Lanes:
         if lane.zone is None:
             return None
         zone = self.table[lane.zone]
-        if zone.tail < BLOCK:
+        if zone.tail < BLOCK or zone.epoch != lane.epoch:
             lane.zone = None
             return None
         return zone
@@ -225,22 +230,26 @@ class Lanes:
         if not lane.steps and not lane.copies:
             self._plan(lane, hint, need)
         if not lane.steps:
-            lane.zone = (await self._last_resort(lane, hint)).index
+            self._take(lane, await self._last_resort(lane, hint))
             return
         step = lane.steps.popleft()
         if step.zone is not None:
             zone = self.table[step.zone]
             usable = zone.tail >= BLOCK and zone.kind is self.table.group(hint.kind)
             if usable:
-                lane.zone = zone.index
+                self._take(lane, zone)
             else:
                 lane.steps.clear()
             return
         try:
-            lane.zone = (await self._fresh(hint.kind, step.finish)).index
+            self._take(lane, await self._fresh(hint.kind, step.finish))
         except errors.NoSpace:
             lane.steps.clear()
-            lane.zone = (await self._last_resort(lane, hint)).index
+            self._take(lane, await self._last_resort(lane, hint))
+
+    @staticmethod
+    def _take(lane: Lane, zone: Zone) -> None:
+        lane.zone, lane.epoch = zone.index, zone.epoch
 
     def _plan(self, lane: Lane, hint: Hint, need: int) -> None:
         started = time.perf_counter_ns()
@@ -309,12 +318,15 @@ class Lanes:
             zone_or_none = self.table.acquire(Kind.COLLECTION)
             if zone_or_none is not None:
                 return zone_or_none
-            full = self.table.active(Kind.COLLECTION)
-            await self.finish(full[0])
+            full = [zone for zone in self.table.active(Kind.COLLECTION) if not zone.sealed]
+            if full:
+                await self.finish(full[0])
+            else:
+                await self._changed.wait()  # for its reset
 
     @asynccontextmanager
     async def turn(self, zone: Zone) -> AsyncIterator[None]:
-        """Appends are submitted in the order of the promises.
+        """Appends are submitted in the order of the promises, and no other command meets them.
 
         The lock is first come, first served, and nothing is awaited between promise and turn.
         """
@@ -332,4 +344,5 @@ class Lanes:
                 await self._changed.wait()
                 continue
             self.table.close(idle)
-            await self.device.close_zone(idle.index)
+            async with self.turn(idle):
+                await self.device.close_zone(idle.index)

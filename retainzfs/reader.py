@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+from collections.abc import Callable
 
 from retainzfs import errors
 from retainzfs.device import Device
@@ -11,7 +12,7 @@ from retainzfs.errors import Unreadable
 from retainzfs.extents import BadBlocks, Damage, StoredRuns, damages, missing, reason
 from retainzfs.layout import BLOCK
 from retainzfs.namespace import Extent, Inode, Namespace
-from retainzfs.zones import ZoneTable
+from retainzfs.zones import Zone, ZoneTable
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +30,7 @@ class Reader:
         self.checksum_errors = 0
         self.read_errors = 0
         self._told: set[tuple[str, int, int]] = set()  # path, zone, block
+        self.left: Callable[[], None] = lambda: None  # called when a dead zone is read no more
 
     async def read(self, inode: Inode, offset: int, size: int) -> memoryview:
         """Return up to `size` bytes; fewer at the end of the file. Raises Unreadable."""
@@ -51,7 +53,7 @@ class Reader:
             try:
                 return (await self.fetch(inode, extents[0]))[skip : skip + size]
             finally:
-                self.table.unpin(zone)
+                self._unpin(zone)
         out = bytearray((last - first) * BLOCK)
         if first == 0 and inode.content and not (extents and extents[0].block == 0):
             out[: len(inode.content)] = inode.content
@@ -78,7 +80,12 @@ class Reader:
                 out[at : at + extent.blocks * BLOCK] = await self.fetch(inode, extent)
         finally:
             for extent in stored:
-                self.table.unpin(self.table[extent.run.zone])
+                self._unpin(self.table[extent.run.zone])
+
+    def _unpin(self, zone: Zone) -> None:
+        self.table.unpin(zone)
+        if zone.dead and not zone.pins:
+            self.left()
 
     async def fetch(self, inode: Inode, extent: Extent) -> memoryview:
         """Return an extent's bytes from the device. Raises Unreadable."""

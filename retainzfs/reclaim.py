@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, AsyncExitStack
 
 import trio
 
@@ -39,6 +40,7 @@ class Reclaim:
         namespace: Namespace,
         committer: Committer,
         now_s: Callable[[], float],
+        kept: Callable[[Inode], AbstractContextManager[None]],
     ) -> None:
         self.device = device
         self.lanes = lanes
@@ -47,6 +49,7 @@ class Reclaim:
         self.namespace = namespace
         self.committer = committer
         self.now_s = now_s
+        self.kept = kept  # keeps an inode from being freed
         self.resets = 0
         self.collections = 0
         self.copied = 0  # bytes
@@ -65,9 +68,12 @@ class Reclaim:
         return len(zones)
 
     async def _reset(self, zones: list[Zone]) -> None:
-        failpoints.reach("reset-before")
-        await self.device.reset([zone.index for zone in zones])
-        failpoints.reach("reset-after")
+        async with AsyncExitStack() as turns:
+            for zone in zones:
+                await turns.enter_async_context(self.lanes.turn(zone))
+            failpoints.reach("reset-before")
+            await self.device.reset([zone.index for zone in zones])
+            failpoints.reach("reset-after")
         for zone in zones:
             self.table.reset(zone)
             self.namespace.runs.pop(zone.index, None)
@@ -95,6 +101,9 @@ class Reclaim:
                         committed = True
                         await self.committer.commit(list(self.committer.dirty.values()))
                         await self.reset_dead()
+                        continue
+                    if any(zone.dead and zone.pins for zone in self.table.zones):
+                        await self.lanes.change()  # who reads there will soon be done
                         continue
                     raise errors.NoSpace(
                         f"{nbytes} bytes wanted; delete files, or wait for generations to retire"
@@ -161,6 +170,8 @@ class Reclaim:
         if victim.active:
             # Its own tail is no destination, and the copies may need its slot.
             await self.lanes.finish(victim)
+            if victim.epoch != epoch:
+                return True  # its last bytes died meanwhile
         kind = victim.kind
         lane = self.lanes.lane(COPIES - victim.kind, victim.kind, copies=True)
         moved, stuck = await self._move_all(victim, lane)
@@ -216,10 +227,11 @@ class Reclaim:
                 if inode.error is not None:
                     stuck = True
                     continue
-                async with self.stream.stage(inode).lock:
-                    for extent in [e for e in inode.extents if e.run is run]:
-                        stuck |= not await self._move(inode, extent, lane)
-                    moved[ino] = inode
+                with self.kept(inode):
+                    async with self.stream.stage(inode).lock:
+                        for extent in [e for e in inode.extents if e.run is run]:
+                            stuck |= not await self._move(inode, extent, lane)
+                moved[ino] = inode
         return list(moved.values()), stuck
 
     async def _move(self, inode: Inode, extent: Extent, lane: Lane) -> bool:

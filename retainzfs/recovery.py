@@ -11,7 +11,7 @@ import stat
 from collections import Counter
 from dataclasses import dataclass
 
-from retainzfs import errors, journal, layout
+from retainzfs import consistency, errors, journal, layout
 from retainzfs.device import Condition, Device, ZoneReport
 from retainzfs.layout import BLOCK, BatchKind
 from retainzfs.namespace import ROOT, Inode, Namespace
@@ -75,7 +75,7 @@ async def format_volume(device: Device, uuid: bytes, now_ns: int) -> None:
 async def recover(device: Device) -> Recovered:
     """Replay the newest whole snapshot and its log. Raises ForeignTarget, NewerFormat, Damaged."""
     recovered = await load(device)
-    for problem in recovered.namespace.check():
+    for problem in consistency.check(recovered.namespace):
         raise errors.Damaged(device.name, problem)
     return recovered
 
@@ -128,7 +128,8 @@ def rebuild_table(device: Device, namespace: Namespace, retention: Retention) ->
         geometry.max_open,
         range(reserved),
     )
-    live = _live(device, namespace)
+    _mark_lost(device, namespace)
+    live = _live(namespace)
     for report in device.report()[reserved:]:
         zone = table[report.index]
         shares = live.get(report.index, {})
@@ -150,36 +151,43 @@ def _kind(retention: Retention, generation: int, inode: Inode) -> Kind:
     return retention.hint_of(generation).kind if generation else retention.kind_of(inode)
 
 
-def _live(device: Device, namespace: Namespace) -> dict[int, dict[tuple[int, Inode], int]]:
-    """Return zone → {(generation, an inode of it) → live bytes}; mark runs that are not there."""
-    reports = device.report()
+def _live(namespace: Namespace) -> dict[int, dict[tuple[int, Inode], int]]:
+    """Return zone → {(generation, an inode of it) → live bytes}."""
     live: dict[int, dict[tuple[int, Inode], int]] = {}
     sample: dict[int, Inode] = {}
     for inode in namespace.inodes.values():
         for extent in inode.extents:
-            run = extent.run
-            current = run.epoch == namespace.zone_epochs.get(run.zone, 0)
-            end = (run.start + run.blocks) * BLOCK
-            if run.failed or not current or not _present(reports, run.zone, end):
-                if not run.failed:
-                    log.error(
-                        "%s: zone %d does not hold bytes that the journal knows; reads fail",
-                        namespace.path(inode.ino),
-                        run.zone,
-                    )
-                run.failed = True
+            if extent.run.failed:
                 continue
             key = inode if not inode.generation else sample.setdefault(inode.generation, inode)
-            shares = live.setdefault(run.zone, {})
+            shares = live.setdefault(extent.run.zone, {})
             share = (inode.generation, key)
             shares[share] = shares.get(share, 0) + extent.blocks * BLOCK
     return live
 
 
-def _present(reports: list[ZoneReport], zone: int, end: int) -> bool:
-    if zone >= len(reports):
-        return False
-    report = reports[zone]
-    if report.condition in (Condition.FULL, Condition.READ_ONLY, Condition.OFFLINE):
-        return end <= report.capacity
-    return end <= report.write_pointer
+def _mark_lost(device: Device, namespace: Namespace) -> None:
+    """Mark the runs that a zone does not hold, or not for them alone: reads of them fail."""
+    reports = device.report()
+    data = range(journal.metadata_zones(len(reports)), len(reports))
+    for index, runs in namespace.runs.items():
+        epoch = namespace.zone_epochs.get(index, 0)
+        limit = written(reports[index]) if index in data else 0
+        at = 0
+        for run in sorted(runs.values(), key=lambda run: run.start):
+            end = run.start + run.blocks
+            if run.epoch == epoch and at <= run.start and end * BLOCK <= limit and run.single:
+                at = end
+                continue
+            run.failed = True
+            log.error(
+                "%s: zone %d does not hold bytes that the journal knows; reads fail",
+                ", ".join(map(namespace.path, run.owners)),
+                index,
+            )
+
+
+def written(report: ZoneReport) -> int:
+    """Return the bytes of a zone that may have been written."""
+    whole = (Condition.FULL, Condition.READ_ONLY, Condition.OFFLINE)
+    return report.capacity if report.condition in whole else report.write_pointer

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import trio
 
-from retainzfs import backup, errors, journal, layout, recovery
+from retainzfs import backup, consistency, errors, journal, layout, recovery
 from retainzfs.committer import SLICE, state
 from retainzfs.device import Device, is_memory, open_target
 from retainzfs.device.heads import head_faults, mend_head
@@ -51,7 +51,7 @@ async def _repair(device: Device, report: Report, archive: str | None) -> str:
         mend_head(device.name, head_faults(device.name))
         if recovered is not None:
             mender = Mender(recovered.namespace, time.time_ns())
-            if not any(recovered.namespace.check()):
+            if not any(consistency.check(recovered.namespace)):
                 log = recovered.journal
                 await _log(log, mender.records, recovered.clock_s)
                 await _end(log, recovered.namespace, recovered.clock_s)

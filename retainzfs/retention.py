@@ -106,6 +106,8 @@ class Retention:
         return Context(base.policy, base.chain, match, stream, base.names)
 
     def _of_directory(self, ino: int) -> Context:
+        if ino not in self.namespace.inodes:
+            ino = ROOT  # the directory of a file's newest name may be gone before the file
         cached = self._contexts.get(ino)
         version = self.namespace.version
         if cached is not None and cached[0] == version:
@@ -136,10 +138,7 @@ class Retention:
 
     def policy_of(self, inode: Inode) -> hints.Policy:
         """Return the policy of an inode, its own attributes included."""
-        directory = inode.ino if inode.is_dir else inode.parent
-        if directory not in self.namespace.inodes:
-            directory = ROOT  # an open file whose directory was removed
-        base = self._of_directory(directory)
+        base = self._of_directory(inode.ino if inode.is_dir else inode.parent)
         if inode.is_dir or not inode.xattrs:
             return base.policy
         chain = [inode.xattrs, *(self.namespace.get(i).xattrs or {} for i in base.chain)]

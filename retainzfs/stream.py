@@ -85,7 +85,7 @@ class Stream:
         self.namespace: Namespace = reader.namespace
         self.uuid = uuid
         self.nursery = nursery
-        self.slots_left = max(4, pool // SLOT)
+        self.slots = self.slots_left = max(4, pool // SLOT)
         self._free: list[memoryview] = []
         self._open: OrderedDict[int, OpenRun] = OrderedDict()  # id(run) → open run, oldest first
         self._sealed: list[OpenRun] = []  # not yet wholly on the device
@@ -157,8 +157,7 @@ class Stream:
             data = await self.reader.fetch(inode, extent)
         finally:
             self.lanes.table.unpin(zone)
-        current = list(inode.spans(extent.block, extent.end))
-        if current != [extent]:
+        if list(inode.spans(extent.block, extent.end)) != [extent]:
             return False
         await self._put(inode, extent.block, data, lane)
         return True
@@ -194,10 +193,11 @@ class Stream:
         if not self._mapped(inode, block):
             return None
         extent = inode.extents[inode.find(block)]
-        if id(extent.run) not in self._open or extent.run.buffer is None:
-            return None
+        opened = self._open.get(id(extent.run))
+        if opened is None or opened.lane.copies:
+            return None  # a copy that finds no place is given up, and what was changed in it too
         at = (extent.first + block - extent.block) * BLOCK
-        return extent.run.buffer[at : at + BLOCK]
+        return opened.slot[at : at + BLOCK]
 
     async def _patch(
         self, inode: Inode, block: int, low: int, data: memoryview, lane: Lane
@@ -255,9 +255,9 @@ class Stream:
             opened = await self._new(lane)
             stage.open, opened.stage = opened, stage
             return opened
-        if lane.open is not None and not lane.open.room:
-            self.seal(lane.open)
-        if lane.open is None:
+        while lane.open is None or not lane.open.room:
+            if lane.open is not None:
+                self.seal(lane.open)
             opened = await self._new(lane)
             if lane.open is None:
                 lane.open = opened
@@ -296,6 +296,7 @@ class Stream:
             self.stage(self.namespace.inodes[ino]).shared = 0
         if not run.owners:
             self._release(opened)
+            self.lanes.drop_idle(opened.lane)
             return
         if run.held < run.length:
             self.namespace.compact(run)

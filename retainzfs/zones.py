@@ -335,7 +335,7 @@ class ZoneTable:
 
     def coldest_open(self) -> Zone | None:
         """The open data zone to close first: nothing queued, longest unused."""
-        idle = [z for z in self._data() if z.state is State.OPEN and not z.reserved]
+        idle = [z for z in self._data() if z.state is State.OPEN and not (z.reserved or z.sealed)]
         return min(idle, key=lambda zone: zone.last_used, default=None)
 
     def resettable(self, durable: int) -> list[Zone]:

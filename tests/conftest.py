@@ -43,13 +43,13 @@ def retainzfs(*arguments: str | os.PathLike[str]) -> subprocess.CompletedProcess
 class Live:
     """A target and a directory where it is, or can be, mounted."""
 
-    def __init__(self, base: Path, size: int = IMAGE_SIZE) -> None:
+    def __init__(self, base: Path, size: int = IMAGE_SIZE, zone_size: int | None = None) -> None:
         self.image = base / "image"
         self.path = base / "mount"
         self.log = base / "log"
         self.path.mkdir()
         self.expected: list[str] = []  # patterns of ERROR lines that the test provokes
-        mkfs.make(str(self.image), size=size)
+        mkfs.make(str(self.image), size=size, zone_size=zone_size)
 
     def mount(self, options: str = "", patch: str = "") -> None:
         """Mount with the command. `patch` is Python that runs in the daemon before that."""
@@ -106,11 +106,11 @@ class Live:
 
 
 @contextlib.contextmanager
-def _living() -> Iterator[Live]:
+def living(size: int = IMAGE_SIZE, zone_size: int | None = None) -> Iterator[Live]:
     # Not pytest's tmp_path: nobody else may look into that, and some tests are somebody else.
     with tempfile.TemporaryDirectory(prefix="retainzfs-test-") as base:
         Path(base).chmod(0o755)
-        live = Live(Path(base))
+        live = Live(Path(base), size, zone_size)
         try:
             yield live
         finally:
@@ -121,7 +121,7 @@ def _living() -> Iterator[Live]:
 @pytest.fixture(scope="session")
 def shared_mount() -> Iterator[Live]:
     """One mount for all tests that do not care what else is on it."""
-    with _living() as live:
+    with living() as live:
         live.mount("allow_other" if os.geteuid() == 0 else "")
         yield live
 
@@ -148,7 +148,7 @@ def room(live: Live, request: pytest.FixtureRequest) -> Path:
 @pytest.fixture
 def fresh() -> Iterator[Live]:
     """A formatted target of its own; the test mounts it, kills it, mounts it again."""
-    with _living() as live:
+    with living() as live:
         yield live
 
 

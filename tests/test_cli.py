@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from retainzfs import cli, mounts
+from retainzfs import cli, layout, mounts
 from retainzfs.cli import zonemap
 from retainzfs.cli.output import Progress, print_table
 from tests.conftest import COMMAND, Live, retainzfs
@@ -167,6 +167,35 @@ def test_fsck_of_what_is_no_filesystem(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 @pytest.mark.fuse
+def test_fsck_prints_names_that_are_no_text(fresh: Live) -> None:
+    fresh.mount()
+    name = os.fsencode(fresh.path) + b"/\xff"
+    content = os.urandom(5000)
+    with open(name, "wb") as file:
+        file.write(content)
+    fresh.umount()
+    _flip(fresh.image, content[:64])
+    done = subprocess.run(
+        [*COMMAND, "fsck", "--scrub", str(fresh.image)],
+        env=os.environ | {"PYTHONIOENCODING": "utf-8:strict"},
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == 3, done.stderr
+    assert b": damage: /\xff: bytes 0 to" in done.stdout
+
+
+def test_fsck_of_two_bad_headers_is_a_finding(fresh: Live) -> None:
+    with fresh.image.open("r+b") as file:
+        for copy in (0, 1):
+            file.seek(copy * layout.BLOCK + 20)
+            file.write(b"1")
+    done = retainzfs("fsck", "--json", fresh.image)
+    assert done.returncode == 3
+    [finding] = json.loads(done.stdout)["findings"]
+    assert "both copies of the header" in finding["text"]
+
+
 def test_fsck_finds_damage(fresh: Live, capsys: pytest.CaptureFixture[str]) -> None:
     fresh.mount()
     content = os.urandom(3 << 20)

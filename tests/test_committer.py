@@ -13,6 +13,7 @@ from retainzfs.errors import ReadOnly, RetainzError
 from retainzfs.layout import SizeRecord
 from retainzfs.volume import ROOT, Volume
 from tests.helpers import (
+    DIRECTORY,
     FILE,
     Clock,
     content,
@@ -65,6 +66,48 @@ async def test_bytes_of_a_renamed_file_go_out_before_its_name() -> None:
         async with mounted(survivor) as volume:
             found = await content(volume, volume.lookup(ROOT, b"name").ino)
             assert found in (b"old" * 3000, b"new" * 3000)
+
+
+async def test_a_generation_is_not_durably_complete_before_its_bytes() -> None:
+    """A round is under way when its file is closed, and takes along what was queued meanwhile."""
+    device = await formatted(small_device())
+    data = b"whole" * 3000
+    async with mounted(device) as volume:
+        other = await volume.make(ROOT, b"other", FILE, 0, 0)
+        save = await volume.make(ROOT, b"step-1.bin", FILE, 0, 0)
+        volume.open(save.ino)
+        await volume.write(other.ino, 0, b"x" * 5000)
+        await volume.write(save.ino, 0, data)
+        held = device.hold("append")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(volume.fsync, other.ino)
+            await held.reached.wait()
+            nursery.start_soon(volume.flush, save.ino)
+            await trio.testing.wait_all_tasks_blocked()
+            assert volume.generations(ROOT)[0]["state"] == "complete"
+            after = volume.committer.durable_round + 1
+            held.go.set()
+            while volume.committer.durable_round < after:
+                await trio.lowlevel.checkpoint()
+            survivor = device.after_cut(random.Random(1))
+    await survivor.start()
+    async with mounted(survivor) as volume:
+        if volume.generations(ROOT)[0]["state"] == "complete":
+            assert await content(volume, save.ino) == data
+
+
+async def test_a_marker_waits_for_the_bytes_of_its_generation() -> None:
+    device = await formatted(small_device())
+    async with mounted(device) as volume:
+        save = await volume.make(ROOT, b"step-1", DIRECTORY, 0, 0)
+        shard = await volume.make(save.ino, b"__0_0.distcp", FILE, 0, 0)
+        await volume.write(shard.ino, 0, b"shard" * 3000)
+        await put(volume, save.ino, b".metadata", b"marker" * 100)
+        survivor = device.after_cut(random.Random(1))
+    await survivor.start()
+    async with mounted(survivor) as volume:
+        assert volume.generations(ROOT)[0]["state"] == "complete"
+        assert await content(volume, shard.ino) == b"shard" * 3000
 
 
 async def test_what_nobody_syncs_is_durable_after_a_while(

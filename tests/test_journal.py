@@ -169,6 +169,34 @@ async def test_a_power_cut_at_any_operation_of_the_log() -> None:
                 assert value in (acknowledged, acknowledged + 1)
 
 
+@pytest.mark.parametrize("after", range(1, 12))
+async def test_mounts_that_die_one_after_the_other_use_up_no_zones(after: int) -> None:
+    """Each dies so many operations after it began, most of them before it serves anybody."""
+    rng = random.Random(after)
+    device = small_device(zones=12)
+    await formatted(device)
+    device.cut_at = device.operations + 150
+    with until_power_cut():
+        async with Volume.mounted(device, options()) as volume:
+            await churn(volume, 10_000)
+    acknowledged: int = getattr(volume.journal, "acknowledged")  # noqa: B009
+    for _ in range(4 * journal.METADATA_ZONES_MIN):
+        device = device.after_cut(rng)
+        await device.start()
+        device.cut_at = device.operations + after
+        with until_power_cut():
+            async with Volume.mounted(device, options()) as volume:
+                while True:
+                    await volume.setxattr(ROOT, b"user.other", b"x")
+                    await volume.fsync(ROOT)
+    device = device.after_cut(rng)
+    await device.start()
+    async with mounted(device) as volume:
+        ino = volume.lookup(ROOT, b"f").ino
+        value = int(volume.getxattr(ino, b"user.value").rstrip(b"\0"))
+        assert value in (acknowledged, acknowledged + 1)
+
+
 async def test_a_snapshot_without_its_end_does_not_count() -> None:
     device = await formatted(faulty())
     log = await logged(device, 2)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from retainzfs import layout
+from retainzfs import consistency, layout
 from retainzfs.inodes import Spans
 from retainzfs.layout import BLOCK
 from retainzfs.namespace import ROOT, Extent, FSError, Inode, Namespace, Run
@@ -246,6 +246,11 @@ def test_a_log_replayed_over_its_own_result_changes_nothing(
         layout.UnlinkRecord(ROOT, b"a"),
         layout.MapRecord(2, 0, 5, 0, 5, 1, 0, 4, b""),
         layout.MapRecord(2, 0, 1, 0, 5, 1, 0, layout.RUN_BLOCKS_MAX + 1, b""),
+        layout.MapRecord(ROOT, 0, 1, 0, 5, 1, 0, 1, bytes(4)),
+        layout.SizeRecord(ROOT, 1),
+        layout.ContentRecord(ROOT, b"a"),
+        layout.ContentRecord(2, bytes(layout.INLINE_DATA_MAX + 1)),
+        inode_record(2, DIRECTORY),
     ],
 )
 def test_a_record_that_contradicts_the_state_is_refused(record: layout.Record) -> None:
@@ -274,6 +279,6 @@ def test_paths_and_their_errors() -> None:
         namespace.child(2, b"g")
     with pytest.raises(FSError, match="Not a directory"):
         namespace.directory(3)
-    assert list(namespace.check()) == []
+    assert list(consistency.check(namespace)) == []
     namespace.apply(layout.UnlinkRecord(2, b"f"))
-    assert list(namespace.check()) == ["inode 3 counts 1 links and has 0"]
+    assert list(consistency.check(namespace)) == ["inode 3 counts 1 links and has 0"]

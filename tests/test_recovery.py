@@ -182,6 +182,21 @@ async def test_a_zone_that_takes_no_more_keeps_its_bytes(condition: Condition) -
         assert volume.failed is None
 
 
+@pytest.mark.parametrize("clean", [True, False])
+async def test_the_log_goes_on_beside_a_zone_that_takes_no_more(clean: bool) -> None:
+    device, files = await used(clean=clean)
+    (newest, _), *_ = sorted(
+        (await read_superblocks(device)).items(), key=lambda item: -item[1].position
+    )
+    device.rules.set_condition(newest, Condition.READ_ONLY)
+    for i in range(3):
+        async with mounted(device) as volume:
+            await put(volume, ROOT, b"new%d" % i, b"n" * 50_000)
+            await volume.syncfs()
+        files[b"/new%d" % i] = b"n" * 50_000
+    assert await examine(device, files) == "right"
+
+
 async def test_orphans_are_gone_after_a_crash() -> None:
     device = small_device()
     await formatted(device)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import io
 import json
 import random
+import sys
 import zipfile
 from typing import Any
 
 import pytest
 
 from retainzfs.errors import NoSpace
-from retainzfs.volume import ROOT, Options, Volume
+from retainzfs.volume import ROOT, FSError, Options, Volume
 from retainzfs.zones import Kind
 from tests.helpers import (
     DIRECTORY,
@@ -320,6 +321,55 @@ async def test_a_reader_that_closes_completes_nothing() -> None:
         assert states(volume) == {1: "writing"}
         await volume.flush(ino)
         assert states(volume) == {1: "complete"}
+
+
+async def test_a_reaped_directory_that_somebody_has_open_costs_nothing_in_a_crash() -> None:
+    """Its files are gone with it; no name may be left that leads to one of them."""
+    device = await formatted(small_device())
+    async with mounted(device) as volume:
+        await volume.setxattr(ROOT, b"user.retainz.keep_last", b"1")
+        step = await directory(volume, b"step-1")
+        inner = await directory(volume, b"shards", step)
+        await put(volume, inner, b"data", b"x" * 9000)
+        volume.open(step)
+        volume.open(inner)
+        volume.remove_tree(ROOT, b"step-1")
+        assert volume.entries(step) == volume.entries(inner) == []
+        await put(volume, ROOT, b"other", b"x")
+        with pytest.raises(FSError, match="was removed"):
+            await volume.rename(ROOT, b"other", inner, b"late")
+        await volume.syncfs()
+        cut = device.after_cut(random.Random(1))
+    await cut.start()
+    async with mounted(cut) as volume:
+        assert not {step, inner} & volume.namespace.inodes.keys()
+
+
+async def test_a_tree_of_any_depth_is_renamed_and_removed() -> None:
+    async with mounted(await formatted(small_device())) as volume:
+        parent = top = await directory(volume, b"top")
+        for _ in range(sys.getrecursionlimit() + 100):
+            parent = (await volume.make(parent, b"deep", DIRECTORY, 0, 0)).ino
+        await put(volume, parent, b"f", b"x")
+        await volume.rename(ROOT, b"top", ROOT, b"moved")
+        assert volume.lookup(ROOT, b"moved").ino == top
+        volume.remove_tree(ROOT, b"moved")
+        await volume.syncfs()
+        assert volume.namespace.inodes.keys() == {ROOT}
+
+
+async def test_a_generation_outlives_the_directory_of_its_newest_name(mount: Options) -> None:
+    async with mounted(await formatted(small_device()), mount) as volume:
+        ino = await put(volume, ROOT, b"step-1.pt", archive())
+        other = await directory(volume, b"other")
+        await volume.link(ino, other, b"step-1.pt")
+        await volume.unlink(other, b"step-1.pt")
+        await volume.rmdir(ROOT, b"other")
+        volume.open(ino)
+        await volume.write(ino, 0, b"P")
+        await volume.flush(ino)
+        volume.close(ino)
+        assert volume.explain(ino)["class"] == "checkpoint"
 
 
 async def test_a_close_makes_completeness_durable_even_of_bytes_that_were() -> None:

@@ -9,6 +9,7 @@ import pytest
 from retainzfs.device.faults import PowerCut
 from retainzfs.volume import ROOT, Volume
 from tests.helpers import content, formatted, mounted, options, small_device
+from tests.quiescence import check_quiescent
 from tests.witness import WatchedDevice, WatchedVolume, Witness
 from tests.workload import Actor
 
@@ -32,6 +33,7 @@ async def test_random_operations_survive_remounts(seed: int) -> None:
         async with WatchedVolume.mounted(device, options()) as volume:
             await device.witness.verify(volume, device.operations)
             await work(volume, rng, 40)
+            await check_quiescent(volume)
     async with mounted(device) as volume:
         await device.witness.verify(volume, device.operations)
 
@@ -60,6 +62,7 @@ async def test_one_power_cut_after_another(seed: int) -> None:
             held = {(e.run.zone, e.run.start) for i in volume.namespace.inodes.values()
                     for e in i.extents if e.run.zone >= 0}  # fmt: skip
             assert held <= kept, "collection does not know of all bytes"
+            await check_quiescent(volume)
 
 
 @pytest.mark.parametrize("seed", range(4))

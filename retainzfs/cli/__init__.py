@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 the operation failed, 2 wrong usage, 3 a check found damag
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -32,6 +33,8 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     given = parser().parse_args(arguments)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="surrogateescape")  # names are bytes, and need be no text
     try:
         code: int = given.run(given)
         sys.stdout.flush()

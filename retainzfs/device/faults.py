@@ -331,7 +331,7 @@ class FaultDevice(MemoryDevice):
         if fault is not None:
             self._doomed.add(zone)
         operation = self._record("append", (zone,), offset=offset, data=stored[:landed])
-        landing = _Landing(self, zone, pending, operation, sums, fault)
+        landing = _Landing(self, zone, pending, operation, sums, fault, data)
         if self.delay is None and "append" not in self._holds and not self._ended:
             landing.end()
         else:
@@ -365,8 +365,12 @@ class FaultDevice(MemoryDevice):
         blocks = range(offset // BLOCK, (offset + length) // BLOCK)
         if any((zone, block) in self.lost for block in blocks):
             raise self._error("read", (zone,), errno.EIO)
+        resets = self.rules.states[zone].resets
         await self._linger("read")
-        return await super().read(zone, offset, length, sums)
+        data = await super().read(zone, offset, length, sums)
+        await self._linger("read")
+        assert self.rules.states[zone].resets == resets, f"zone {zone} was reset while it was read"
+        return data
 
     async def flush(self) -> None:
         running = frozenset(self._running)
@@ -374,18 +378,25 @@ class FaultDevice(MemoryDevice):
         self._check("flush")
         await super().flush()
         self._record("flush", running=running)
+        await self._linger("flush")
 
     async def reset(self, zones: Sequence[int]) -> None:
         self._check("reset", zones)
+        await self._linger("reset")
         await super().reset(zones)
         self._record("reset", zones)
         await self._linger("reset")
 
     async def finish(self, zone: int) -> None:
         self._check("finish", (zone,))
+        await self._linger("finish")
         await super().finish(zone)
         self._record("finish", (zone,))
         await self._linger("finish")
+
+    async def close_zone(self, zone: int) -> None:
+        await self._linger("close")
+        await super().close_zone(zone)
 
 
 class _Landing:
@@ -399,6 +410,7 @@ class _Landing:
         operation: Operation,
         sums: Sums,
         fault: Fault | None,
+        data: memoryview,
     ) -> None:
         self.device = device
         self.zone = zone
@@ -406,6 +418,7 @@ class _Landing:
         self.operation = operation
         self.sums = sums
         self.fault = fault
+        self.data = data
         self.error: RetainzError | None = None
         self.ended = trio.Event()
         self._before: trio.Event | None = None
@@ -428,4 +441,7 @@ class _Landing:
         await self.device._linger("append")
         if self._before is not None:
             await self._before.wait()
+        length = len(self.operation.data)
+        same = self.data[:length] == self.operation.data[: len(self.data)]
+        assert same, "staged bytes changed while they were being written"
         self.end()
