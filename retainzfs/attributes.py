@@ -8,7 +8,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from retainzfs import errors, generations, hints, layout
-from retainzfs.hints import Act
+from retainzfs.hints import Act, ScrubOrder
 from retainzfs.namespace import FSError, Inode
 from retainzfs.retention import State
 
@@ -86,6 +86,9 @@ async def set_(volume: Volume, inode: Inode, name: bytes, value: bytes, flags: i
         except errors.RetainzError as error:
             log.warning("%s: %s", volume.path(inode.ino), error)
             raise
+        if isinstance(parsed, ScrubOrder):
+            volume.scrub_as(parsed)
+            return
         if isinstance(parsed, Act):
             await _act(volume, inode, parsed)
             return

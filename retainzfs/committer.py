@@ -285,7 +285,7 @@ class Committer:
         if self._snapshot is None:
             await self.journal.append(BatchKind.SNAPSHOT_BEGIN, b"", self.clock_s())
             failpoints.reach("snapshot-begun")
-            self._snapshot = self._state()
+            self._snapshot = state(self.namespace)
             self._snapshot_size = 0
             self._snapshot_wanted = False
         pieces: list[bytes] = []
@@ -310,23 +310,6 @@ class Committer:
         failpoints.reach("snapshot-ended")
         self.journal.snapshot_complete(self._snapshot_size)
 
-    def _state(self) -> Iterator[layout.Record]:
-        """Yield every key as the journal knows it when its turn comes."""
-        namespace = self.namespace
-        yield layout.CountersRecord(
-            namespace.next_ino, namespace.next_generation, namespace.next_order
-        )
-        for ino in sorted(namespace.inodes):
-            inode = namespace.inodes.get(ino)
-            if inode is not None:
-                yield from list(namespace.known(inode))
-        for zone, epoch in sorted(namespace.zone_epochs.items()):
-            yield layout.ZoneRecord(zone, epoch)
-        for generation in sorted(namespace.generations):
-            record = namespace.generations.get(generation)
-            if record is not None:
-                yield record
-
     async def close(self) -> None:
         """Commit everything, write a snapshot, and mark the log as cleanly ended."""
         async with self._busy:
@@ -344,3 +327,18 @@ class Committer:
             self._late = [done for _, done in self._waiting]  # they came behind the last round
             for done in self._late:
                 done.set()
+
+
+def state(namespace: Namespace) -> Iterator[layout.Record]:
+    """Yield every key as the journal knows it when its turn comes."""
+    yield layout.CountersRecord(namespace.next_ino, namespace.next_generation, namespace.next_order)
+    for ino in sorted(namespace.inodes):
+        inode = namespace.inodes.get(ino)
+        if inode is not None:
+            yield from list(namespace.known(inode))
+    for zone, epoch in sorted(namespace.zone_epochs.items()):
+        yield layout.ZoneRecord(zone, epoch)
+    for generation in sorted(namespace.generations):
+        record = namespace.generations.get(generation)
+        if record is not None:
+            yield record

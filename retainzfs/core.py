@@ -20,6 +20,7 @@ from retainzfs.namespace import Inode, Namespace, Run
 from retainzfs.reader import Reader
 from retainzfs.reclaim import Reclaim
 from retainzfs.retention import Retention, State
+from retainzfs.scrub import Scrub
 from retainzfs.stream import POOL, Stream
 from retainzfs.trouble import Trouble
 from retainzfs.zones import ZoneTable
@@ -131,6 +132,7 @@ class Core:
             self.now_s,
             self.kept,
         )
+        self.scrub = Scrub(device, self.table, self.namespace, nursery, self.reader.tell)
         self.logical = 0  # bytes that programs wrote
         self.failure_event = trio.Event()
 
@@ -151,6 +153,12 @@ class Core:
             volume = cls(device, options, recovered, nursery)
             if recovered.rolled_back:
                 log.warning("rolled back %d bytes of unfinished log", recovered.rolled_back)
+            if recovered.fallback:
+                log.warning(
+                    "the newest snapshot of the metadata is damaged, nothing is lost: %s;"
+                    " the one before it was read, and a new one is written",
+                    recovered.fallback,
+                )
             for ino in recovered.orphans:
                 volume.discard(volume.namespace.get(ino))
             for record in list(volume.namespace.generations.values()):
@@ -159,11 +167,13 @@ class Core:
                     records = volume.retention.incomplete(record.generation, ended)
                     volume.committer.log_each(records)
             if not recovered.clean:
-                await volume.committer.snapshot()
+                await volume._begin_anew()
             nursery.start_soon(volume._serve)
-            await volume.reclaim.reset_dead()
-            volume._zones_changed()
+            if volume.failed is None:
+                await volume.reclaim.reset_dead()
+                volume._zones_changed()
             yield volume
+            volume.scrub.stop()
             if volume.failed is None:
                 for inode in [i for i in volume.namespace.inodes.values() if not i.nlink]:
                     volume.discard(inode)  # nobody can use it any more
@@ -171,6 +181,14 @@ class Core:
                 volume._tell_of_losses()
             else:
                 nursery.cancel_scope.cancel()
+
+    async def _begin_anew(self) -> None:
+        """Write the snapshot that an unclean log wants; without room for it nothing is written."""
+        try:
+            await self.committer.snapshot()
+        except errors.NoSpace:
+            what = "the metadata zones have no room for a new snapshot; copy the files elsewhere"
+            self.committer.fail(errors.NoSpace(what))
 
     async def _serve(self) -> None:
         await self.committer.run()

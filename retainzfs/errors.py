@@ -28,6 +28,10 @@ class FSError(RetainzError):
         self.errno = number
 
 
+class Unreadable(FSError):
+    """{1}: {2}"""  # whoever finds the damage logs it, so that nobody else does
+
+
 class UsageError(RetainzError):
     """{}"""
 

@@ -31,7 +31,7 @@ import trio
 from pyfuse3 import EntryAttributes, FileInfo, FUSEError, RequestContext, SetattrFields
 
 from retainzfs import control, hints
-from retainzfs.errors import DeviceError, DeviceGone, RetainzError
+from retainzfs.errors import DeviceError, DeviceGone, RetainzError, Unreadable
 from retainzfs.volume import ROOT, FSError, Inode, Volume
 
 log = logging.getLogger(__name__)
@@ -57,8 +57,8 @@ def answers(handler: Callable[P, Awaitable[R]]) -> Callable[P, Coroutine[Any, An
         except RetainzError as error:
             # The host's own numbers mean something to who reads the log, and nothing to a program.
             number = errno.EIO if isinstance(error, DeviceError) else error.errno
-            # Of a device that is gone the log has been told once.
-            if number == errno.EIO and not isinstance(error, DeviceGone):
+            # Of these the log has been told, once.
+            if number == errno.EIO and not isinstance(error, DeviceGone | Unreadable):
                 log.error("%s", error)
             raise FUSEError(number) from None
 
@@ -422,7 +422,9 @@ class Filesystem(pyfuse3.Operations):
 
     @answers
     async def listxattr(self, ino: int, ctx: RequestContext) -> list[bytes]:
-        return [] if control.owns(ino) else self.volume.listxattr(ino)
+        names = [] if control.owns(ino) else self.volume.listxattr(ino)
+        # The kernel keeps the values from others than root, but not the names.
+        return [n for n in names if not (ctx.uid and n.startswith(b"trusted."))]
 
     @answers
     async def removexattr(self, ino: int, name: bytes, ctx: RequestContext) -> None:

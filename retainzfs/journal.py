@@ -16,53 +16,40 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
 
 from retainzfs import errors, failpoints, layout
 from retainzfs._zio import Slot
 from retainzfs.device import Condition, Device
 from retainzfs.layout import BLOCK, BatchHeader, BatchKind, Superblock
+from retainzfs.replay import (
+    METADATA_ZONES_MIN,
+    OF_SNAPSHOT,
+    Batch,
+    Replay,
+    metadata_zones,
+    read_superblocks,
+    records,
+    scan,
+)
 
-METADATA_ZONES_MIN = 4  # two for the newest snapshot and its log, two for the one being written
-METADATA_SHARE = 100  # one zone in so many holds metadata
+__all__ = [
+    "METADATA_ZONES_MIN",
+    "Batch",
+    "Journal",
+    "Replay",
+    "metadata_zones",
+    "read_superblocks",
+    "records",
+    "scan",
+]
+
 STUCK = (Condition.READ_ONLY, Condition.OFFLINE)  # a zone that is never written again
-OF_SNAPSHOT = (BatchKind.SNAPSHOT_BEGIN, BatchKind.SNAPSHOT, BatchKind.SNAPSHOT_END)
-UNFINISHED = (BatchKind.SNAPSHOT_BEGIN, BatchKind.SNAPSHOT)  # nothing, without what comes behind
-READ_CHUNK = 1 << 20  # bytes read at a time while replaying
 ATTEMPTS = 3  # zones that are tried as the next one of the chain
 
 
-def metadata_zones(zone_count: int) -> int:
-    return max(METADATA_ZONES_MIN, zone_count // METADATA_SHARE)
-
-
-@dataclass(slots=True)
-class Batch:
-    header: BatchHeader
-    payload: bytes
-
-
-@dataclass(slots=True)
-class Replay:
-    """What a scan of the metadata zones found."""
-
-    superblock: Superblock
-    snapshot: list[Batch] = field(default_factory=list)
-    log: list[Batch] = field(default_factory=list)
-    fuzzy_until: int = 0  # log batches up to this sequence may be older than the snapshot's state
-    snapshot_position: int = 0  # chain position where that snapshot begins
-    sequence: int = 0  # of the newest batch
-    epoch: int = 0  # mounts of the volume before this one
-    clean: bool = False
-    rolled_back: int = 0  # bytes of a torn tail that were discarded
-    given_up: list[int] = field(default_factory=list)  # zones behind the chain, to be reset first
-    clock_s: float = 0.0
-
-
 class Journal:
-    """Appends batches; see `scan` for reading them back."""
+    """Appends batches; see `replay` for reading them back."""
 
     def __init__(self, device: Device, superblock: Superblock) -> None:
         self.device = device
@@ -72,12 +59,13 @@ class Journal:
         self.batch_max = min(layout.BATCH_MAX, self.capacity // 4)
         self.epoch = 1
         self.sequence = 0  # of the newest batch
+        self.log_sequence = 0  # of the newest LOG batch
         self.durable = 0
         self.position = 0  # of the zone being written, in the chain
         self.chain: dict[int, int] = {}  # position → zone
-        self.given_up: list[int] = []  # zones to be reset, the last one first
         self.write_pointer = 0
         self.torn = True  # nothing may follow what the current zone holds
+        self.given_up: list[int] = []  # zones to be reset before the next one begins, in order
         self.snapshot_position = 0
         self.snapshot_begun = 0  # sequence of the SNAPSHOT_BEGIN without its end, else 0
         self.snapshot_begun_position = 0
@@ -111,7 +99,7 @@ class Journal:
         header = BatchHeader(
             kind, len(payload), self.superblock.uuid, self.epoch, sequence, self.durable,
             self.snapshot_begun if kind in OF_SNAPSHOT else 0,
-            clock_s,
+            self.log_sequence, clock_s,
         )  # fmt: skip
         data = layout.encode_batch(header, payload)
         assert len(data) <= self.capacity - BLOCK, "a batch fits into a metadata zone"
@@ -135,6 +123,7 @@ class Journal:
             self.snapshot_begun_position = self.position
             self.since_snapshot = 0
         elif kind is BatchKind.LOG:
+            self.log_sequence = sequence
             self.since_snapshot += len(data)
         return sequence
 
@@ -164,13 +153,15 @@ class Journal:
             await self._finish(self.chain[self.position])
             failpoints.reach("switch-finished")
         while self.given_up:
-            # One after the other: a scan finds the newest zone and goes back without gaps.
-            await self.device.reset([self.given_up.pop()])
+            # One after the other, the newest first, so that a power cut leaves no hole in the chain.
+            await self.device.reset([self.given_up[0]])
+            del self.given_up[0]
             await self.device.flush()
         self.superblock = self.superblock._replace(
             position=self.position + 1,
             first_sequence=first_sequence,
             snapshot_position=self.snapshot_position,
+            log_before=self.log_sequence,
         )
         zone = await self._begin()
         self.chain = {p: z for p, z in self.chain.items() if z != zone}
@@ -256,6 +247,7 @@ class Journal:
     def resume(self, replay: Replay, chain: dict[int, int], write_pointer: int) -> None:
         """Go on where a scan ended: behind the last batch, or in a fresh zone if that was torn."""
         self.sequence = self.durable = replay.sequence
+        self.log_sequence = replay.log_sequence
         self.epoch = replay.epoch + 1
         self.chain = chain
         self.given_up = list(replay.given_up)
@@ -272,221 +264,3 @@ def aligned(data: bytes) -> memoryview:
     slot = memoryview(Slot(len(data)))
     slot[:] = data
     return slot
-
-
-async def read_superblocks(device: Device) -> dict[int, Superblock]:
-    """Return zone → superblock for every zone that begins with a complete one."""
-    found: dict[int, Superblock] = {}
-    report = device.report()
-    limit = metadata_zones(len(report))
-    for zone in report[:limit]:
-        if zone.write_pointer < BLOCK and zone.condition is not Condition.FULL:
-            continue
-        if zone.condition is Condition.OFFLINE:
-            continue
-        block = bytes(await device.read(zone.index, 0, BLOCK))
-        superblock = Superblock.decode(block, device.name)
-        if superblock is not None:
-            found[zone.index] = superblock
-    return found
-
-
-async def scan(device: Device) -> tuple[Replay, dict[int, int], int]:
-    """Read the metadata zones. Returns the replay, the chain (position → zone) and where the
-    newest zone's batches end, bytes.
-
-    Raises ForeignTarget when there is no superblock, Damaged where batches that were once durable
-    are missing or broken. A torn tail is no damage: replay ends there, and a later mount goes on
-    in a fresh zone whose superblock states the sequence that follows.
-    """
-    superblocks = await read_superblocks(device)
-    if not superblocks:
-        raise errors.ForeignTarget(device.name, "no superblock in its metadata zones")
-    newest = max(superblocks.values(), key=lambda s: s.position)
-    _check_geometry(device, newest)
-    chain = {s.position: z for z, s in superblocks.items() if s.uuid == newest.uuid}
-    _check_head(device, chain[newest.position])
-    first = newest.position
-    while first - 1 in chain and first > newest.snapshot_position:
-        first -= 1
-    replay = Replay(newest)
-    batches: list[Batch] = []
-    begins: dict[int, int] = {}  # sequence of a SNAPSHOT_BEGIN → chain position
-    needed = first  # position of the newest zone that must not be given up
-    end, count = BLOCK, 0  # where its batches end, and the number of batches up to there
-    for position in range(first, newest.position + 1):
-        zone = chain[position]
-        expected = superblocks[zone].first_sequence
-        if batches and batches[-1].header.sequence + 1 != expected:
-            raise errors.Damaged(
-                device.name,
-                f"metadata zone {zone} begins with batch {expected}, but the zone before it ends "
-                f"with {batches[-1].header.sequence}",
-            )
-        # What lies behind the sequence with which the next zone begins was given up by a mount.
-        until = superblocks[chain[position + 1]].first_sequence if position < newest.position else 0
-        found, found_end, lost = await _read_zone(device, zone, newest.uuid, expected, until)
-        batches += found
-        for batch in found:
-            if batch.header.kind is BatchKind.SNAPSHOT_BEGIN:
-                begins[batch.header.sequence] = position
-        if position == first or any(b.header.kind not in UNFINISHED for b in found):
-            needed, end, count = position, found_end, len(batches)
-            replay.rolled_back = lost
-    # Mounts that die before their first snapshot is complete must not use up the zones.
-    replay.given_up = [chain.pop(p) for p in range(needed + 1, newest.position + 1)]
-    _select(device, replay, batches[:count], begins)
-    await _check_headless(device, set(superblocks), newest.uuid, replay.sequence)
-    ended = batches[count - 1].header.kind is BatchKind.CLEAN
-    replay.clean = ended and not replay.rolled_back and not replay.given_up
-    return replay, chain, end
-
-
-def _offline(device: Device) -> list[int]:
-    """Return the metadata zones that are offline."""
-    zones = device.report()[: metadata_zones(device.geometry.zone_count)]
-    return [zone.index for zone in zones if zone.condition is Condition.OFFLINE]
-
-
-def _check_head(device: Device, head: int) -> None:
-    """The log goes on behind a zone that takes no more: where, if one of the others is offline?"""
-    offline = _offline(device)
-    if offline and device.report()[head].condition in (Condition.FULL, Condition.READ_ONLY):
-        zones = " and ".join(map(str, offline))
-        raise errors.Damaged(
-            device.name,
-            f"metadata zone {zones} is offline, and the end of the log may have been in it",
-        )
-
-
-async def _check_headless(device: Device, known: set[int], uuid: bytes, sequence: int) -> None:
-    """A metadata zone whose superblock is broken must not hold what was once durable."""
-    for report in device.report()[: metadata_zones(device.geometry.zone_count)]:
-        limit = report.capacity if report.condition is Condition.FULL else report.write_pointer
-        if report.index in known or limit < BLOCK or report.condition is Condition.OFFLINE:
-            continue
-        window = _Window(device, report.index, limit)
-        for at in range(BLOCK, limit, BLOCK):
-            size = layout.batch_blocks(await window.read(at, BLOCK)) * BLOCK
-            if not size or at + size > limit:
-                continue
-            decoded = await window.batch(at, size)
-            if decoded is not None and decoded[0].uuid == uuid and decoded[0].sequence > sequence:
-                raise errors.Damaged(
-                    device.name,
-                    f"metadata zone {report.index} holds batch {decoded[0].sequence} and has lost "
-                    "its superblock",
-                )
-
-
-def _check_geometry(device: Device, superblock: Superblock) -> None:
-    geometry = device.geometry
-    ours = (superblock.zone_size, superblock.zone_capacity, superblock.zone_count)
-    if superblock.metadata_zones != metadata_zones(superblock.zone_count):
-        raise errors.Damaged(device.name, "its superblock counts other metadata zones")
-    theirs = (geometry.zone_size, geometry.zone_capacity, geometry.zone_count)
-    if ours != theirs:
-        raise errors.Damaged(
-            device.name,
-            f"its superblock was written for zones of {ours[0]} bytes, {ours[1]} usable, {ours[2]}"
-            f" of them; the device has {theirs[0]}, {theirs[1]}, {theirs[2]}",
-        )
-
-
-async def _read_zone(
-    device: Device, zone: int, uuid: bytes, expected: int, until: int
-) -> tuple[list[Batch], int, int]:
-    """Return the zone's batches from sequence `expected` up to before `until` (0: all), where they
-    end, and how many bytes lie broken behind.
-
-    Behind a broken batch the blocks are searched on: a later batch shows whether it was durable.
-    """
-    report = device.report()[zone]
-    limit = report.capacity if report.condition is Condition.FULL else report.write_pointer
-    window = _Window(device, zone, limit)
-    batches: list[Batch] = []
-    at, end, lost = BLOCK, BLOCK, 0
-    while at < limit and expected != until:
-        blocks = layout.batch_blocks(await window.read(at, BLOCK))
-        size = blocks * BLOCK
-        batch = None
-        if blocks and at + size <= limit:
-            decoded = await window.batch(at, size)
-            if decoded is not None and decoded[0].uuid == uuid:
-                batch = Batch(decoded[0], bytes(decoded[1]))
-        if batch is None:
-            if report.condition is Condition.FULL and not any(await window.read(at, BLOCK)):
-                break  # the zone was finished here
-            lost += BLOCK
-            at += BLOCK
-            continue
-        if batch.header.sequence != expected or lost:
-            if batch.header.durable >= expected:
-                raise errors.Damaged(
-                    device.name,
-                    f"metadata zone {zone}, byte {end}: batch {expected} is broken, was durable",
-                )
-            lost += size
-        else:
-            batches.append(batch)
-            expected += 1
-            end = at + size
-        at += size
-    return batches, end, lost
-
-
-class _Window:
-    """Reads a zone forward in large pieces, hands it out in small ones."""
-
-    def __init__(self, device: Device, zone: int, limit: int) -> None:
-        self.device = device
-        self.zone = zone
-        self.limit = limit
-        self.base = 0
-        self.data = memoryview(b"")
-
-    async def read(self, at: int, length: int) -> memoryview:
-        if at < self.base or at + length > self.base + len(self.data):
-            want = min(max(length, READ_CHUNK), self.limit - at)
-            self.data = memoryview(await self.device.read(self.zone, at, want))
-            self.base = at
-        return self.data[at - self.base : at - self.base + length]
-
-    async def batch(self, at: int, size: int) -> tuple[BatchHeader, memoryview] | None:
-        """Return the batch that begins here, None when there is none. Raises Damaged."""
-        try:
-            return layout.decode_batch(await self.read(at, size))
-        except ValueError as error:
-            where = f"metadata zone {self.zone}, byte {at}"
-            raise errors.Damaged(self.device.name, f"{where}: {error}") from error
-
-
-def _select(device: Device, replay: Replay, batches: list[Batch], begins: dict[int, int]) -> None:
-    """Pick the newest complete snapshot and the log behind its beginning."""
-    headers = [b.header for b in batches]
-    ends = (h for h in reversed(headers) if h.kind is BatchKind.SNAPSHOT_END)
-    end = next((h for h in ends if h.snapshot in begins), None)
-    if end is None:
-        offline = "".join(f"; zone {zone} is offline" for zone in _offline(device))
-        raise errors.Damaged(device.name, f"no complete snapshot in its metadata zones{offline}")
-    replay.fuzzy_until = end.sequence
-    replay.snapshot_position = begins[end.snapshot]
-    replay.sequence = headers[-1].sequence
-    replay.epoch = max(h.epoch for h in headers)
-    replay.clock_s = max(h.clock_s for h in headers)
-    for batch in batches:
-        header = batch.header
-        if header.kind is BatchKind.SNAPSHOT and header.snapshot == end.snapshot:
-            replay.snapshot.append(batch)
-        elif header.kind is BatchKind.LOG and header.sequence > end.snapshot:
-            replay.log.append(batch)
-
-
-def records(batches: list[Batch], name: str) -> Iterator[tuple[int, layout.Record]]:
-    """Yield (sequence, record). Raises Damaged for sound bytes that are no record."""
-    for batch in batches:
-        try:
-            for record in layout.decode(batch.payload):
-                yield batch.header.sequence, record
-        except ValueError as error:
-            raise errors.Damaged(name, f"batch {batch.header.sequence}: {error}") from error

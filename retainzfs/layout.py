@@ -62,6 +62,7 @@ class Superblock(NamedTuple):
     position: int  # of this zone in the chain of metadata zones, from 1
     first_sequence: int  # of the first batch in this zone
     snapshot_position: int  # chain position where the newest complete snapshot begins
+    log_before: int = 0  # sequence of the newest LOG batch before this zone
     incompatible: int = 0
     compatible: int = 0
     version: int = FORMAT_VERSION
@@ -70,7 +71,7 @@ class Superblock(NamedTuple):
         body = _SUPERBLOCK.pack(
             MAGIC, self.version, self.incompatible, self.compatible, self.uuid, self.zone_size,
             self.zone_capacity, self.zone_count, self.metadata_zones, self.position,
-            self.first_sequence, self.snapshot_position,
+            self.first_sequence, self.snapshot_position, self.log_before,
         )  # fmt: skip
         body = body.ljust(BLOCK - 4, b"\0")
         return body + crc32c(body).to_bytes(4, "little")
@@ -100,7 +101,7 @@ class Superblock(NamedTuple):
         return superblock
 
 
-_SUPERBLOCK = struct.Struct("<8sIII16sQQIIQQQ")
+_SUPERBLOCK = struct.Struct("<8sIII16sQQIIQQQQ")
 
 
 class BatchKind(enum.IntEnum):
@@ -119,10 +120,11 @@ class BatchHeader(NamedTuple):
     sequence: int  # of this batch, from 1, without gaps
     durable: int  # highest sequence known flushed when this batch was built
     snapshot: int  # sequence of the SNAPSHOT_BEGIN that a snapshot batch belongs to, else 0
+    log_before: int  # sequence of the newest LOG batch before this one, 0 for none
     clock_s: float  # the mount's timeline
 
 
-_BATCH = struct.Struct("<4sBxxxI16sQQQQd4x")
+_BATCH = struct.Struct("<4sBxxxI16sQQQQQd4x")
 BATCH_HEADER = _BATCH.size + 4
 
 

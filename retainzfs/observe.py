@@ -52,6 +52,8 @@ def statistics(volume: Volume) -> dict[str, Any]:
         "decision_us": volume.lanes.decision_us(),
         "write_errors": stream.write_errors,
         "checksum_errors": volume.reader.checksum_errors,
+        "read_errors": volume.reader.read_errors,
+        "scrub": volume.scrub.statistics(),
         "rolled_back_bytes": volume.rolled_back,
         "failed": None if volume.failed is None else str(volume.failed),
         "classes": _classes(volume),
@@ -141,6 +143,7 @@ METRICS = (
     ("commit_rounds_total", "counter", "Commit rounds", "commit_rounds"),
     ("write_errors_total", "counter", "Writes that the device refused", "write_errors"),
     ("checksum_errors_total", "counter", "Reads that failed their checksum", "checksum_errors"),
+    ("read_errors_total", "counter", "Reads that the device refused", "read_errors"),
 )
 
 

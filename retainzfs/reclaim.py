@@ -54,6 +54,7 @@ class Reclaim:
         self.resets = 0
         self.collections = 0
         self.copied = 0  # bytes
+        self._aside: set[tuple[int, int]] = set()  # zone, epoch: cannot be emptied
         self._resetting = trio.Lock()
         self._collecting = trio.Lock()
         self._draining = False
@@ -172,7 +173,8 @@ class Reclaim:
         if zone is None:
             return False
         lane = self.lanes.lane(COPIES - zone.kind, zone.kind, copies=True)
-        await self.committer.commit(await self._move_all(zone, lane))
+        moved, _ = await self._move_all(zone, lane)
+        await self.committer.commit(moved)
         self._adopt(zone.kind)
         self._left[zone.index] = zone.live_bytes
         return True
@@ -218,12 +220,16 @@ class Reclaim:
             and zone.state in (State.FULL, State.CLOSED, State.OPEN)
             and not zone.reserved
             and zone.live_bytes
+            and (zone.index, zone.epoch) not in self._aside
             # To finish it strands its tail, which what is staged may count on.
             and (not zone.active or self.lanes.room(zone.kind) >= zone.tail)
         ]
 
     async def _collect_one(self) -> bool:
-        """Empty the best victim; False when there is none that gains space."""
+        """Empty the best victim; False when there is none that gains space.
+
+        A zone with bytes that cannot be moved is tried once; then only a reset brings it back.
+        """
         victim = self._victim()
         if victim is None:
             return False
@@ -237,9 +243,15 @@ class Reclaim:
                 return True  # its last bytes died meanwhile
         kind = victim.kind
         lane = self.lanes.lane(COPIES - victim.kind, victim.kind, copies=True)
-        moved = await self._move_all(victim, lane)
+        moved, stuck = await self._move_all(victim, lane)
         failpoints.reach("relocate-staged")
         self.collections += 1
+        if stuck:
+            self._aside.add((victim.index, epoch))
+            log.warning(
+                "zone %d is collected no more: bytes in it cannot be read; delete their files",
+                victim.index,
+            )
         await self.committer.commit(moved)
         failpoints.reach("relocate-committed")
         async with self._resetting:
@@ -248,7 +260,7 @@ class Reclaim:
                 await self._reset([victim])
         await self.reset_dead()
         self._adopt(kind)
-        return victim.dead or victim.epoch != epoch
+        return victim.dead or victim.epoch != epoch or stuck
 
     @staticmethod
     def _gain(zone: Zone) -> int:
@@ -272,25 +284,31 @@ class Reclaim:
         room = sum(zone.tail for zone in self.table.active(Kind.COLLECTION))
         return self.table.empty > 0 or room >= stored(victim.live_bytes)
 
-    async def _move_all(self, victim: Zone, lane: Lane) -> list[Inode]:
+    async def _move_all(self, victim: Zone, lane: Lane) -> tuple[list[Inode], bool]:
+        """Return the inodes whose bytes were moved, and whether some bytes had to stay."""
         moved: dict[int, Inode] = {}
+        stuck = False
         for run in list(self.namespace.runs.get(victim.index, {}).values()):
             for ino in list(run.owners):
                 inode = self.namespace.inodes.get(ino)
-                if inode is None or inode.error is not None:
+                if inode is None or run.failed:
+                    continue
+                if inode.error is not None:
+                    stuck = True
                     continue
                 with self.kept(inode):
                     async with self.stream.stage(inode).lock:
                         for extent in [e for e in inode.extents if e.run is run]:
-                            await self._move(inode, extent, lane)
+                            stuck |= not await self._move(inode, extent, lane)
                 moved[ino] = inode
-        return list(moved.values())
+        return list(moved.values()), stuck
 
-    async def _move(self, inode: Inode, extent: Extent, lane: Lane) -> None:
+    async def _move(self, inode: Inode, extent: Extent, lane: Lane) -> bool:
+        """Return False for bytes that cannot be read: they stay, and their file answers EIO."""
         try:
             if await self.stream.rewrite(inode, extent, lane):
                 self.copied += extent.blocks * BLOCK
                 self.committer.touch(inode)
-        except errors.RetainzError as error:
-            # Damaged bytes stay where they are: their file answers EIO, the others move on.
-            log.error("collection leaves damaged bytes in place: %s", error)
+        except errors.Unreadable:
+            return False
+        return True

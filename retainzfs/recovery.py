@@ -29,6 +29,7 @@ class Recovered:
     clock_s: float
     clean: bool
     rolled_back: int  # bytes of the log's torn tail
+    fallback: str  # what is damaged in newer snapshots than the one that was read, else empty
     orphans: list[int]  # inodes whose last name was removed while they were open
 
 
@@ -68,7 +69,15 @@ async def format_volume(device: Device, uuid: bytes, now_ns: int) -> None:
 
 
 async def recover(device: Device) -> Recovered:
-    """Replay the newest snapshot and its log. Raises ForeignTarget, NewerFormat, Damaged."""
+    """Replay the newest whole snapshot and its log. Raises ForeignTarget, NewerFormat, Damaged."""
+    recovered = await load(device)
+    for problem in consistency.check(recovered.namespace):
+        raise errors.Damaged(device.name, problem)
+    return recovered
+
+
+async def load(device: Device) -> Recovered:
+    """Do what `recover` does for a namespace that may contradict itself."""
     replay, chain, end = await journal.scan(device)
     namespace = Namespace(device.name)
     namespace.lenient = True
@@ -78,13 +87,17 @@ async def recover(device: Device) -> Recovered:
     namespace.lenient = False
     _replay(namespace, replay.log[len(fuzzy) :], device.name)
     namespace.trim()
-    for problem in consistency.check(namespace):
-        raise errors.Damaged(device.name, problem)
     log_journal = journal.Journal(device, replay.superblock)
     log_journal.resume(replay, chain, end)
     orphans = [i.ino for i in namespace.inodes.values() if i.nlink == 0]
     return Recovered(
-        log_journal, namespace, replay.clock_s, replay.clean, replay.rolled_back, orphans
+        log_journal,
+        namespace,
+        replay.clock_s,
+        replay.clean,
+        replay.rolled_back,
+        "; ".join(map(str, replay.gaps)),
+        orphans,
     )
 
 

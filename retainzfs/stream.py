@@ -369,7 +369,7 @@ class Stream:
         self.written += run.blocks * BLOCK
         if run.length > INLINE_SUMS_MAX:
             run.sums = sums.trailer.to_bytes(4, "little")
-            self.reader.remember((run.zone, run.epoch, run.start), sums.blocks)
+            self.reader.stored.remember((run.zone, run.epoch, run.start), sums.blocks)
         else:
             run.sums = sums.blocks
         self.lanes.changed()

@@ -39,7 +39,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from retainzfs import attributes, errors, generations, hints, layout, observe
+from retainzfs import attributes, errors, generations, hints, layout, observe, scrub
 from retainzfs.core import Options
 from retainzfs.inodes import Spans
 from retainzfs.layout import BLOCK
@@ -275,13 +275,18 @@ class Volume(Names):
         elif match is None or match.temporary or match.depth != len(names) - 1:
             completes = self.retention.marked(inode.parent, names[-1])
         else:
-            finding = await self._examine(inode, names[-1])
+            try:
+                finding = await self._examine(inode, names[-1])
+            except errors.Unreadable as error:
+                finding = None
+                doubt = f"its bytes cannot be read: {error.args[2]}"
             if inode.writes != writes:
                 return  # it changed while it was read; its next close judges it
             if self.namespace.components(inode.ino) != names:
                 await self._judge(inode, died=died)
                 return
-            doubt = self.retention.judge(inode, match.stem, finding)
+            if finding is not None:
+                doubt = self.retention.judge(inode, match.stem, finding)
             completes = not doubt
         inode.judged, inode.doubt = writes, doubt  # not before: others of the generation wait
         if inode.doubt:
@@ -306,7 +311,10 @@ class Volume(Names):
         """A file outside the generations was closed; perhaps it says which one is complete."""
         if not hints.is_tracker(inode.name):
             return
-        told = bytes(await self.reader.read(inode, 0, TRACKER_READ))
+        try:
+            told = bytes(await self.reader.read(inode, 0, TRACKER_READ))
+        except errors.Unreadable:
+            return
         target = hints.tracked(inode.name, told)
         if target is not None:
             self.completed(self.retention.known(inode.parent, target))
@@ -417,3 +425,10 @@ class Volume(Names):
         """Reclaim now (`gc`)."""
         self._check()
         return await self.reclaim.collect()
+
+    def scrub_as(self, order: hints.ScrubOrder) -> None:
+        """Begin or end a scrub. Raises FSError(EBUSY) while one runs."""
+        if order.rate == 0:
+            self.scrub.stop()
+        else:
+            self.scrub.start(order.rate or scrub.RATE)

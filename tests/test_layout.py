@@ -116,7 +116,7 @@ def test_an_unknown_record_is_no_record() -> None:
 
 def batch(payload: bytes, kind: BatchKind = BatchKind.LOG) -> bytes:
     return layout.encode_batch(
-        BatchHeader(kind, len(payload), bytes(range(16)), 3, 7, 5, 0, 12.5), payload
+        BatchHeader(kind, len(payload), bytes(range(16)), 3, 7, 5, 0, 4, 12.5), payload
     )
 
 
@@ -127,7 +127,7 @@ def test_batches_come_back(kind: BatchKind, payload: bytes) -> None:
     decoded = layout.decode_batch(data)
     assert decoded is not None
     header, found = decoded
-    assert header == BatchHeader(kind, len(payload), bytes(range(16)), 3, 7, 5, 0, 12.5)
+    assert header == BatchHeader(kind, len(payload), bytes(range(16)), 3, 7, 5, 0, 4, 12.5)
     assert bytes(found) == payload
 
 
@@ -137,7 +137,7 @@ def test_batches_come_back(kind: BatchKind, payload: bytes) -> None:
      {"clock_s": -1.0}, {"kind": 9}],
 )  # fmt: skip
 def test_a_batch_that_nobody_can_have_written_is_damage(change: dict[str, Any]) -> None:
-    header = BatchHeader(BatchKind.LOG, 0, bytes(16), 3, 7, 5, 0, 12.5)._replace(**change)
+    header = BatchHeader(BatchKind.LOG, 0, bytes(16), 3, 7, 5, 0, 6, 12.5)._replace(**change)
     with pytest.raises(ValueError, match=r"epoch|sequence|clock|9"):
         layout.decode_batch(layout.encode_batch(header, b""))
 
@@ -162,7 +162,7 @@ def test_a_cut_batch_is_no_batch(length: int) -> None:
     assert layout.decode_batch(batch(PAYLOAD)[:length]) is None
 
 
-SUPERBLOCK = Superblock(bytes(range(16)), 1 << 28, 1 << 27, 1000, 10, 5, 99, 3)
+SUPERBLOCK = Superblock(bytes(range(16)), 1 << 28, 1 << 27, 1000, 10, 5, 99, 3, 97)
 
 
 @given(COUNT, COUNT, U64)

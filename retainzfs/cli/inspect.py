@@ -131,6 +131,18 @@ def _print_status(status: dict[str, Any]) -> None:
     if status["decision_us"] is not None:
         rows.append(("placement", f"{status['decision_us']:.0f} us a decision"))
     rows += _troubles(status)
+    scrub = status["scrub"]
+    if scrub["state"] != "never":
+        rows.append(
+            (
+                "scrub",
+                f"{scrub['state']}, {format_size(scrub['done'])} of {format_size(scrub['total'])},"
+                f" {scrub['damaged']} damages found",
+            )
+        )
+    errors = status["checksum_errors"] + status["read_errors"]
+    if errors:
+        rows.insert(0, ("DAMAGED", f"{errors} reads failed; the log names the files"))
     if status["failed"] is not None:
         rows.insert(0, ("FAILED", status["failed"]))
     width = max(len(name) for name, _ in rows)

@@ -205,6 +205,7 @@ class FaultDevice(MemoryDevice):
         self.delay = delay
         self.cut_at = cut_at
         self.faults: list[Fault] = []
+        self.lost: set[tuple[int, int]] = set()  # zone, block
         self.history: list[Operation] = []
         self.medium = Medium(geometry)
         self.origin: tuple[list[ZoneState], dict[int, bytearray]] | None = None
@@ -245,6 +246,10 @@ class FaultDevice(MemoryDevice):
     def damage(self, zone: int, byte: int, bit: int = 0) -> None:
         """Flip one bit of what is stored."""
         self._zones[zone][byte] ^= 1 << bit
+
+    def lose(self, zone: int, block: int) -> None:
+        """Let every read of one block fail."""
+        self.lost.add((zone, block))
 
     def roll_back(self, zone: int, pointer: int) -> None:
         """Lose what is stored from a byte on, as a device does that lies about its flushes."""
@@ -362,6 +367,9 @@ class FaultDevice(MemoryDevice):
 
     async def read(self, zone: int, offset: int, length: int, sums: bytes = b"") -> memoryview:
         self._check("read", (zone,))
+        blocks = range(offset // BLOCK, (offset + length) // BLOCK)
+        if any((zone, block) in self.lost for block in blocks):
+            raise self._error("read", (zone,), errno.EIO)
         resets = self.rules.states[zone].resets
         await self._linger("read")
         data = await super().read(zone, offset, length, sums)
