@@ -8,7 +8,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from retainzfs import errors, generations, hints, layout
-from retainzfs.hints import Act
+from retainzfs.hints import Act, ScrubOrder
 from retainzfs.namespace import FSError, Inode
 from retainzfs.retention import State
 
@@ -20,13 +20,14 @@ log = logging.getLogger(__name__)
 XATTR_CREATE = 1
 XATTR_REPLACE = 2
 NAME_MAX = 255
-VALUE_MAX = 64 << 10  # as Linux allows at most
 
 
 def get(volume: Volume, inode: Inode, name: bytes) -> bytes:
     """Return an attribute's value. Raises FSError(ENODATA)."""
     if hints.is_ours(name):
-        computed = _computed(volume, inode, name.removeprefix(hints.PREFIX.encode()).decode())
+        computed = _computed(
+            volume, inode, name.removeprefix(hints.PREFIX.encode()).decode(errors="replace")
+        )
         if computed is not None:
             return computed
     value = (inode.xattrs or {}).get(name)
@@ -68,7 +69,7 @@ async def set_(volume: Volume, inode: Inode, name: bytes, value: bytes, flags: i
     """Set an attribute. Raises BadAttribute or NotYet for ours, with a line in the log."""
     if len(name) > NAME_MAX:
         raise FSError(errno.ERANGE, volume.path(inode.ino))
-    if len(value) > min(VALUE_MAX, volume.journal.batch_max // 2):
+    if len(value) > min(layout.XATTR_VALUE_MAX, volume.journal.batch_max // 2):
         raise FSError(errno.E2BIG, volume.path(inode.ino))
     present = name in (inode.xattrs or {})
     if flags & XATTR_CREATE and present:
@@ -85,6 +86,9 @@ async def set_(volume: Volume, inode: Inode, name: bytes, value: bytes, flags: i
         except errors.RetainzError as error:
             log.warning("%s: %s", volume.path(inode.ino), error)
             raise
+        if isinstance(parsed, ScrubOrder):
+            volume.scrub_as(parsed)
+            return
         if isinstance(parsed, Act):
             await _act(volume, inode, parsed)
             return
@@ -151,5 +155,6 @@ async def _act(volume: Volume, inode: Inode, act: Act) -> None:
     members = volume.retention.members.get(generation, set())
     dirty = [i for ino, i in volume.committer.dirty.items() if ino in members]
     await volume.committer.commit(dirty)
+    volume.retention.vouched(generation)
     volume.completed(generation)
     await volume.committer.commit()

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import trio
 
-from retainzfs import errors, layout
+from retainzfs import errors, failpoints, layout
 from retainzfs.device import Device
 from retainzfs.journal import Journal
 from retainzfs.layout import BLOCK, BatchKind
@@ -28,7 +28,6 @@ from retainzfs.stream import Stream
 
 METADATA_INTERVAL_S = 1.0  # queued records reach the log within this time
 DATA_INTERVAL_S = 5.0  # dirty data reach the device within this time, in every class
-SLICE = 64 << 10  # bytes of snapshot between two rounds; a few milliseconds
 MAPS_A_BATCH = 256  # records of a large file that go out as one piece; they fit into any batch
 MEASURE = 1 / 16  # of a snapshot: with so much log behind it, another one may find less
 
@@ -52,6 +51,7 @@ class Committer:
         self.round = 1  # carries what is queued now
         self.durable_round = 0
         self.dirty: dict[int, Inode] = {}
+        self._generations: dict[int, int] = {}  # generation → round of its newest record
         self.failed: errors.RetainzError | None = None
         self.rounds = 0
         self.interval_s = interval_s
@@ -64,7 +64,6 @@ class Committer:
         self._flushed = 0  # the stream's count of written bytes at the last flush
         self._snapshot: Iterator[layout.Record] | None = None
         self._snapshot_size = 0
-        self._snapshot_wanted = False
         self._grown = 0  # bytes by which the log since the newest snapshot may enlarge the next
         self._shrunk = 0  # bytes that the next snapshot holds no more, about
         self._before = (0, 0)  # those two when the snapshot that is being written began
@@ -81,6 +80,8 @@ class Committer:
             self.namespace.apply(record)
             if isinstance(record, layout.InodeRecord | layout.SizeRecord):
                 self.namespace.inodes[record.ino].changed = self.round
+            elif isinstance(record, layout.GenerationRecord):
+                self._generations[record.generation] = self.round
         encoded = layout.encode_all(records)
         self._queue.append(encoded)
         self._queued += len(encoded)
@@ -122,9 +123,7 @@ class Committer:
             return
         known = self.journal.snapshot_size
         if self.metadata - known + self._shrunk > known * MEASURE:
-            self._snapshot_wanted = True
-            while self._snapshot_wanted or self.journal.snapshot_begun:
-                await self.commit(list(self.dirty.values()))
+            await self.snapshot()
         if self.metadata > limit:
             raise errors.NoSpace("the metadata zones are nearly full; delete files")
 
@@ -139,7 +138,9 @@ class Committer:
             inode.due_s = self.clock_s() + (interval_s or self.interval_s)
 
     def clean(self, inode: Inode) -> bool:
-        return inode.ino not in self.dirty and inode.changed <= self.durable_round
+        """Whether all is durable of the inode, and of what its generation counts as."""
+        newest = max(inode.changed, self._generations.get(inode.generation, 0))
+        return inode.ino not in self.dirty and newest <= self.durable_round
 
     def forget(self, inode: Inode) -> None:
         self.dirty.pop(inode.ino, None)
@@ -177,26 +178,36 @@ class Committer:
             if self._closed:
                 return
             await self._round()
-            if self.journal.due or self._snapshot_wanted or self._snapshot is not None:
+            if self._snapshot is not None:
                 await self._advance_snapshot()
-            if self.journal.tight(self.metadata):
-                self._snapshot_wanted |= self._snapshot is None
-                while self._snapshot_wanted or self._snapshot is not None:
-                    await self._advance_snapshot()
+            elif self.journal.due(self.metadata):
+                whole = not self.journal.spacious(self.metadata)
+                await (self._close_snapshot() if whole else self._advance_snapshot())
 
     def fail(self, error: errors.RetainzError) -> None:
         """Sticky: nothing is acknowledged from here on."""
+        if error.errno in errors.GONE:
+            error = errors.DeviceGone(self.device.name, error)
         self.failed = self.failed or error
+        self._wake.set()
         for _, done in self._waiting:
             done.set()
         self._waiting = []
 
-    async def _round(self) -> None:
+    async def _round(self, *, closing: bool = False) -> None:
+        """Commit what waits; with `closing` as the last part of a snapshot.
+
+        So ends also a round that would leave no room for the snapshot of a mount after a crash.
+        """
         waiting, self._waiting = self._waiting, []
         try:
             wanted = self._wanted(waiting)
-            if wanted or self._queue:
-                await self._commit(wanted)
+            if wanted or self._queue or closing:
+                closing = closing or not self._admitted()
+                # What the slices see and the log does not hold yet is in this round.
+                while closing and await self._slice():
+                    failpoints.reach("snapshot-sliced")
+                await self._commit(wanted, closing=closing)
         except errors.RetainzError as error:
             self.fail(error)
             for _, done in waiting:
@@ -214,7 +225,11 @@ class Committer:
             inodes |= {ino: inode for ino, inode in self.dirty.items() if inode.due_s <= now}
         return [inodes[ino] for ino in sorted(inodes)]
 
-    async def _commit(self, inodes: list[Inode]) -> None:
+    def _admitted(self) -> bool:
+        """Whether a round leaves room for the snapshot of a mount after a crash."""
+        return self.journal.admits(self._queued + self._maps, self.metadata)
+
+    async def _commit(self, inodes: list[Inode], *, closing: bool) -> None:
         held: dict[int, Inode] = {}
         try:
             pending = inodes or self._ordered_but(held)
@@ -231,18 +246,35 @@ class Committer:
         finally:
             for inode in held.values():
                 self.stream.stage(inode).lock.release()
+        # Where zones are scarce the snapshot and this log count together or not at all: a mount
+        # after a crash has its zones back.
+        apart = not closing or self.journal.admits(sum(map(len, operations)), self.metadata)
         current = self.round
         self.round += 1
         self.rounds += 1
+        failpoints.reach("commit-drained")
         if self.stream.written != self._flushed:
             written = self.stream.written
             await self.device.flush()
             self._flushed = written
+            failpoints.reach("commit-flushed")
+        kind = BatchKind.LOG if apart else BatchKind.SNAPSHOT_LOG
         for payload in self._batches(operations):
-            await self.journal.append(BatchKind.LOG, payload, self.clock_s())
+            await self.journal.append(kind, payload, self.clock_s())
             self._grown += len(payload)
+        if closing:
+            await self.journal.append(BatchKind.SNAPSHOT_END, b"", self.clock_s())
+        failpoints.reach("commit-logged")
         await self.journal.flush()
+        failpoints.reach("commit-durable")
+        if closing:
+            self._snapshot = None
+            self.journal.snapshot_complete(self._snapshot_size)
+            self._grown -= self._before[0]
+            self._shrunk -= self._before[1]
+            failpoints.reach("snapshot-ended")
         self.durable_round = current
+        self._generations = {g: r for g, r in self._generations.items() if r > current}
         self._durable()
 
     def _ordered_but(self, held: dict[int, Inode]) -> list[Inode]:
@@ -306,56 +338,46 @@ class Committer:
     async def snapshot(self) -> None:
         """Write a whole snapshot and return when it is the one that a mount would take."""
         async with self._busy:
-            self._snapshot_wanted = True
-            while self._snapshot_wanted or self._snapshot is not None:
-                await self._advance_snapshot()
+            if self._closed:
+                raise errors.ReadOnly(self.journal.device.name, "it is being unmounted")
+            await self._close_snapshot()
+
+    async def _close_snapshot(self) -> None:
+        """Write what is missing of a snapshot, all of it if none has begun."""
+        await self._round(closing=True)
 
     async def _advance_snapshot(self) -> None:
-        """Write the next slice; the last one makes the snapshot valid."""
+        """Write the next slice; behind the last one a round makes the snapshot valid."""
+        if await self._slice():
+            failpoints.reach("snapshot-sliced")
+            self._wake.set()
+        else:
+            await self._close_snapshot()
+
+    async def _slice(self) -> bool:
+        """Write the next slice of the snapshot, of a new one if none has begun.
+
+        Returns False when there is nothing left to write.
+        """
         if self._snapshot is None:
-            await self.journal.append(BatchKind.SNAPSHOT_BEGIN, b"", self.clock_s())
+            clock_s = self.clock_s()
+            await self.journal.append(BatchKind.SNAPSHOT_BEGIN, b"", clock_s, self.metadata)
+            failpoints.reach("snapshot-begun")
             self._before = (self._grown, self._shrunk)
-            self._snapshot = self._state()
+            self._snapshot = state(self.namespace)
             self._snapshot_size = 0
-            self._snapshot_wanted = False
         pieces: list[bytes] = []
         size = 0
         for record in self._snapshot:
             piece = layout.encode(record)
             pieces.append(piece)
             size += len(piece)
-            if size >= min(SLICE, self.journal.batch_max // 2):
+            if size >= self.journal.slice_max:
                 break
         if pieces:
             await self.journal.append(BatchKind.SNAPSHOT, b"".join(pieces), self.clock_s())
             self._snapshot_size += size
-            self._wake.set()
-            return
-        self._snapshot = None
-        # What the slices saw and the log does not hold yet must be in the log before the end.
-        await self._round()
-        await self.journal.append(BatchKind.SNAPSHOT_END, b"", self.clock_s())
-        await self.journal.flush()
-        self.journal.snapshot_complete(self._snapshot_size)
-        self._grown -= self._before[0]
-        self._shrunk -= self._before[1]
-
-    def _state(self) -> Iterator[layout.Record]:
-        """Yield every key as the journal knows it when its turn comes."""
-        namespace = self.namespace
-        yield layout.CountersRecord(
-            namespace.next_ino, namespace.next_generation, namespace.next_order
-        )
-        for ino in sorted(namespace.inodes):
-            inode = namespace.inodes.get(ino)
-            if inode is not None:
-                yield from list(namespace.known(inode))
-        for zone, epoch in sorted(namespace.zone_epochs.items()):
-            yield layout.ZoneRecord(zone, epoch)
-        for generation in sorted(namespace.generations):
-            record = namespace.generations.get(generation)
-            if record is not None:
-                yield record
+        return bool(pieces)
 
     async def close(self) -> None:
         """Commit everything, write a snapshot, and mark the log as cleanly ended."""
@@ -392,3 +414,18 @@ def _superseded(namespace: Namespace, record: layout.Record) -> int:
         case layout.XattrRecord(_, name) | layout.XattrRemovedRecord(_, name):
             return len((inode.xattrs or {}).get(name, b""))
     return 0
+
+
+def state(namespace: Namespace) -> Iterator[layout.Record]:
+    """Yield every key as the journal knows it when its turn comes."""
+    yield layout.CountersRecord(namespace.next_ino, namespace.next_generation, namespace.next_order)
+    for ino in sorted(namespace.inodes):
+        inode = namespace.inodes.get(ino)
+        if inode is not None:
+            yield from list(namespace.known(inode))
+    for zone, epoch in sorted(namespace.zone_epochs.items()):
+        yield layout.ZoneRecord(zone, epoch)
+    for generation in sorted(namespace.generations):
+        record = namespace.generations.get(generation)
+        if record is not None:
+            yield record

@@ -38,6 +38,7 @@ class Control:
             b"zones.json": lambda: _json(volume.zone_map()),
             # An extended attribute holds 64 KiB; the table of a long history may be longer.
             b"generations.json": lambda: _json(volume.generations(ROOT)),
+            b"scrub.json": lambda: _json(volume.scrub.report()),
             b"metrics": lambda: observe.metrics(volume),
             b"config.toml": self._config,
         }

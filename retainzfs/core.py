@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Self
 
@@ -19,8 +19,10 @@ from retainzfs.layout import BLOCK
 from retainzfs.namespace import Inode, Namespace, Run
 from retainzfs.reader import Reader
 from retainzfs.reclaim import Reclaim
-from retainzfs.retention import Retention
+from retainzfs.retention import Retention, State
+from retainzfs.scrub import Scrub
 from retainzfs.stream import POOL, Stream
+from retainzfs.trouble import Trouble
 from retainzfs.zones import ZoneTable
 
 log = logging.getLogger(__name__)
@@ -97,16 +99,19 @@ class Core:
         self.retention = Retention(self.namespace, self.now_s)
         self.retention.restore()
         self.table = recovery.rebuild_table(device, self.namespace, self.retention)
+        self.trouble = Trouble(device, self.table, self.namespace, nursery, self.now_s)
         self.lanes = Lanes(
             device,
             self.table,
+            self.trouble,
             placement.policy(options.policy),
             self.retention.hint_of,
             self.retention.retire_of,
             self.now_s,
             self.retention.unit_s,
         )
-        self.reader = Reader(device, self.table, self.namespace)
+        self.reader = Reader(device, self.table, self.namespace, self.trouble)
+        self.reader.left = self.lanes.changed
         self.stream = Stream(device, self.lanes, self.reader, self.uuid, nursery, pool=options.pool)
         self.lanes.staged = self.stream.staged
         self.committer = Committer(
@@ -118,10 +123,19 @@ class Core:
             self._now_durable,
             options.commit if isinstance(options.commit, float) else DATA_INTERVAL_S,
         )
+        self.trouble.stop = self.committer.fail
+        self.trouble.turned = self._zones_changed
         self.namespace.ledger = Accounts(self.table, lambda: self.committer.round)
         self.reclaim = Reclaim(
-            device, self.lanes, self.stream, self.namespace, self.committer, self.now_s
+            device,
+            self.lanes,
+            self.stream,
+            self.namespace,
+            self.committer,
+            self.now_s,
+            self.kept,
         )
+        self.scrub = Scrub(device, self.table, self.namespace, nursery, self.reader.tell)
         self.logical = 0  # bytes that programs wrote
         self.failure_event = trio.Event()
 
@@ -142,20 +156,42 @@ class Core:
             volume = cls(device, options, recovered, nursery)
             if recovered.rolled_back:
                 log.warning("rolled back %d bytes of unfinished log", recovered.rolled_back)
+            if recovered.fallback:
+                log.warning(
+                    "the newest snapshot of the metadata is damaged, nothing is lost: %s;"
+                    " the one before it was read, and a new one is written",
+                    recovered.fallback,
+                )
             for ino in recovered.orphans:
                 volume.discard(volume.namespace.get(ino))
-            for generation in list(volume.namespace.generations):
-                ended = "the mount ended while it was being written"
-                volume.committer.log_each(volume.retention.incomplete(generation, ended))
+            for record in list(volume.namespace.generations.values()):
+                if record.state == State.WRITING:
+                    ended = "the mount ended while it was being written"
+                    records = volume.retention.incomplete(record.generation, ended)
+                    volume.committer.log_each(records)
             if not recovered.clean:
-                await volume.committer.snapshot()
+                await volume._begin_anew()
             nursery.start_soon(volume._serve)
-            await volume.reclaim.reset_dead()
-            yield volume
             if volume.failed is None:
+                await volume.reclaim.reset_dead()
+                volume._zones_changed()
+            yield volume
+            volume.scrub.stop()
+            if volume.failed is None:
+                for inode in [i for i in volume.namespace.inodes.values() if not i.nlink]:
+                    volume.discard(inode)  # nobody can use it any more
                 await volume.committer.close()
+                volume._tell_of_losses()
             else:
                 nursery.cancel_scope.cancel()
+
+    async def _begin_anew(self) -> None:
+        """Write the snapshot that an unclean log wants; without room for it nothing is written."""
+        try:
+            await self.committer.snapshot()
+        except errors.NoSpace:
+            what = "the metadata zones have no room for a new snapshot; copy the files elsewhere"
+            self.committer.failed = errors.NoSpace(what)
 
     async def _serve(self) -> None:
         await self.committer.run()
@@ -173,26 +209,72 @@ class Core:
 
     def lane(self, inode: Inode) -> Lane:
         """Return the lane that an inode's next bytes take."""
-        if inode.generation:
+        if inode.generation in self.namespace.generations:
             return self.lanes.lane(inode.generation)
         kind = self.retention.kind_of(inode)
         return self.lanes.lane(-int(kind), kind)
 
+    def open(self, ino: int) -> None:
+        self.namespace.get(ino).handles += 1
+
+    def close(self, ino: int) -> None:
+        inode = self.namespace.get(ino)
+        inode.handles -= 1
+        assert inode.handles >= 0, "an inode is closed as often as it was opened"
+        if inode.nlink == 0 and not inode.in_use:
+            self.discard(inode)
+
+    def forget(self, ino: int, count: int) -> None:
+        """So many lookups of an inode are not remembered any more."""
+        inode = self.namespace.get(ino)
+        inode.lookups -= count
+        assert inode.lookups >= 0, "an inode is forgotten as often as it was looked up"
+        if inode.nlink == 0 and not inode.in_use:
+            self.discard(inode)
+
+    @contextmanager
+    def kept(self, inode: Inode) -> Iterator[None]:
+        """Whoever awaits in the middle of changing an inode holds it open meanwhile, so that the
+        last name going does not free it."""
+        self.open(inode.ino)
+        try:
+            yield
+        finally:
+            self.close(inode.ino)
+
     def discard(self, inode: Inode) -> None:
-        """The last name and the last handle are gone."""
-        records = self.retention.left(inode.generation, inode.ino)
+        """The last name is gone, and nobody uses the inode."""
+        records = self.left(inode)
         self.committer.forget(inode)
         self.committer.log(layout.FreeRecord(inode.ino), *records)
 
+    def left(self, inode: Inode) -> list[layout.Record]:
+        """Return the records of an inode that leaves its generation; the last one ends it."""
+        records = self.retention.left(inode.generation, inode.ino)
+        if records:
+            self.lanes.close(inode.generation)
+        return records
+
+    def _tell_of_losses(self) -> None:
+        """What nobody has asked for since its write failed is lost with the mount."""
+        for inode in self.committer.dirty.values():
+            if inode.error is not None:
+                path = self.namespace.path(inode.ino)
+                log.error("%s: its last changes are lost: %s", path, inode.error)
+
     def _now_durable(self) -> None:
         if self.table.resettable(self.committer.durable_round):
-            self.nursery.start_soon(self._reset_dead)
+            self.nursery.start_soon(self.reclaim.reset_dead)
+        self._zones_changed()
 
-    async def _reset_dead(self) -> None:
-        try:
-            await self.reclaim.reset_dead()
-        except errors.RetainzError as error:
-            self.committer.fail(error)
+    def _zones_changed(self) -> None:
+        """Perhaps there are read-only zones now, or there is room for what lives in them."""
+        if self.reclaim.drainable():
+            self.nursery.start_soon(self._drain)
+
+    async def _drain(self) -> None:
+        with suppress(errors.RetainzError):  # the volume has stopped, and has told why
+            await self.reclaim.drain()
 
     def _check(self) -> None:
         if self.committer.failed is not None:

@@ -7,6 +7,8 @@ message says what happened, to which path, and what to do.
 import errno
 import os
 
+GONE = (errno.ENODEV, errno.ENXIO)  # what the kernel answers for a device that was removed
+
 
 class RetainzError(Exception):
     """{}"""
@@ -15,7 +17,7 @@ class RetainzError(Exception):
     exit_code: int = 1
 
     def __str__(self) -> str:
-        return (self.__doc__ or "{}").format(*self.args)
+        return " ".join((self.__doc__ or "{}").split()).format(*self.args)
 
 
 class FSError(RetainzError):
@@ -24,6 +26,10 @@ class FSError(RetainzError):
     def __init__(self, number: int, where: object = "", text: str = "") -> None:
         super().__init__(number, where, text or os.strerror(number))
         self.errno = number
+
+
+class Unreadable(FSError):
+    """{1}: {2}"""  # whoever finds the damage logs it, so that nobody else does
 
 
 class UsageError(RetainzError):
@@ -91,6 +97,20 @@ class ZoneRuleError(RetainzError):
 
 class DeviceError(RetainzError):
     """{}: {}: {}"""
+
+    errno = errno.EIO
+
+
+class DeviceGone(RetainzError):
+    """{}: the device is gone ({}). Unmount, see to the device and its connection, and mount again:
+    what was synced is there."""
+
+    errno = errno.EIO
+
+
+class DeviceFails(RetainzError):
+    """{}: more than {} errors of the device within {:g} s, the last one: {}. Copy what you need to
+    another device, unmount, and replace this one."""
 
     errno = errno.EIO
 

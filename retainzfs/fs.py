@@ -31,7 +31,7 @@ import trio
 from pyfuse3 import EntryAttributes, FileInfo, FUSEError, RequestContext, SetattrFields
 
 from retainzfs import control, hints
-from retainzfs.errors import RetainzError
+from retainzfs.errors import DeviceError, DeviceGone, RetainzError, Unreadable
 from retainzfs.volume import ROOT, FSError, Inode, Volume
 
 log = logging.getLogger(__name__)
@@ -40,7 +40,8 @@ BLOCK_SIZE = 1 << 20  # st_blksize: programs size their buffers by it
 # All changes but reaping come through this kernel, so it could keep names and attributes for long;
 # more than a second gains nothing, and the times of a reaped directory shall not be stale for long.
 TIMEOUT_S = 1.0
-PF_SIGNALED = 0x400  # include/linux/sched.h: killed by a signal
+# include/linux/sched.h: a process is ending, was killed by a signal.
+PF_EXITING, PF_SIGNALED = 0x4, 0x400
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -54,9 +55,12 @@ def answers(handler: Callable[P, Awaitable[R]]) -> Callable[P, Coroutine[Any, An
         try:
             return await handler(*args, **kwargs)
         except RetainzError as error:
-            if error.errno == errno.EIO:
+            # The host's own numbers mean something to who reads the log, and nothing to a program.
+            number = errno.EIO if isinstance(error, DeviceError) else error.errno
+            # Of these the log has been told, once.
+            if number == errno.EIO and not isinstance(error, DeviceGone | Unreadable):
                 log.error("%s", error)
-            raise FUSEError(error.errno) from None
+            raise FUSEError(number) from None
 
     return answer
 
@@ -79,7 +83,7 @@ class File:
     cached: bool  # goes through the page cache
     changed: bool = False  # the file, by a write through it or by creating or truncating it
     wrote: bool = False  # since the kernel was last told
-    opener: int = 0  # process, 0 in a namespace that we do not see
+    opener: int = 0  # process (or thread, of no generation); 0 in a namespace that we do not see
 
 
 @dataclass(slots=True)
@@ -144,11 +148,11 @@ class Filesystem(pyfuse3.Operations):
 
     async def forget(self, inode_list: Sequence[tuple[int, int]]) -> None:
         for ino, count in inode_list:
-            inode = self.volume.namespace.inodes.get(ino)
-            if inode is not None:
-                inode.lookups -= count
-            if inode is None or inode.lookups <= 0:
+            if control.owns(ino):
+                continue
+            if self.volume.inode(ino).lookups == count:
                 self._pages.pop(ino, None)
+            self.volume.forget(ino, count)
 
     @answers
     async def getattr(self, ino: int, ctx: RequestContext) -> EntryAttributes:
@@ -299,7 +303,9 @@ class Filesystem(pyfuse3.Operations):
         fh = self._next_handle
         self._next_handle += 1
         changed = bool(flags & (os.O_TRUNC | os.O_CREAT))
-        self._files[fh] = File(ino, cached, changed, opener=ctx.pid)
+        writes_generation = inode.generation and flags & os.O_ACCMODE
+        opener = _process(ctx.pid) if writes_generation else ctx.pid
+        self._files[fh] = File(ino, cached, changed, opener=opener)
         return FileInfo(fh=fh, direct_io=not cached, keep_cache=keep)
 
     @answers
@@ -321,8 +327,8 @@ class Filesystem(pyfuse3.Operations):
         if control.owns(fh):
             return
         file = self._files[fh]
-        killed = functools.partial(_killed, file.opener)
-        await self.volume.flush(file.ino, wrote=file.changed, killed=killed)
+        died = functools.partial(_died, file.opener)
+        await self.volume.flush(file.ino, wrote=file.changed, died=died)
         await self._expire_pages(file)
 
     @answers
@@ -395,7 +401,9 @@ class Filesystem(pyfuse3.Operations):
     @answers
     async def fsyncdir(self, fh: int, datasync: bool) -> None:
         directory = self._directories[fh]
-        if not control.owns(directory.ino):
+        if directory.ino == ROOT:  # stands for syncfs(2), which the kernel does not pass on
+            await self.volume.syncfs()
+        elif not control.owns(directory.ino):
             await self.volume.fsync(directory.ino, datasync)
 
     # Extended attributes
@@ -414,7 +422,9 @@ class Filesystem(pyfuse3.Operations):
 
     @answers
     async def listxattr(self, ino: int, ctx: RequestContext) -> list[bytes]:
-        return [] if control.owns(ino) else self.volume.listxattr(ino)
+        names = [] if control.owns(ino) else self.volume.listxattr(ino)
+        # The kernel keeps the values from others than root, but not the names.
+        return [n for n in names if not (ctx.uid and n.startswith(b"trusted."))]
 
     @answers
     async def removexattr(self, ino: int, name: bytes, ctx: RequestContext) -> None:
@@ -454,8 +464,17 @@ def _expire_name(parent: int, name: bytes) -> None:
         pyfuse3.invalidate_entry(parent, name)
 
 
-def _killed(pid: int) -> bool:
-    """Whether a process is ending by a signal: then its files are closed by nobody.
+def _process(thread: int) -> int:
+    """Return the process of a thread, which may end before the process does; 0 if hidden."""
+    try:
+        status = Path("/proc", str(thread), "status").read_text(errors="replace")
+    except OSError:
+        return 0
+    return int(status.partition("\nTgid:")[2].split(maxsplit=1)[0])
+
+
+def _died(pid: int) -> bool:
+    """Whether a process is ending by a signal or with an error: then nobody closes its files.
 
     A process that is gone, or hidden, may have handed its file to another: that says nothing.
     """
@@ -463,5 +482,6 @@ def _killed(pid: int) -> bool:
         status = Path("/proc", str(pid), "stat").read_text(errors="replace")
     except OSError:
         return False
-    flags = int(status.rpartition(")")[2].split()[6])  # proc(5): the ninth field
-    return bool(flags & PF_SIGNALED)
+    fields = status.rpartition(")")[2].split()
+    flags, code = int(fields[6]), int(fields[49])  # proc(5): the ninth and the 52nd field
+    return bool(flags & PF_SIGNALED or (flags & PF_EXITING and code))

@@ -1,7 +1,8 @@
 """Checking a target that is not mounted: does the journal agree with itself and with the zones?
 
-Nothing is written. Damage is what costs bytes or names; a note is what a mount deals with by
-itself, such as the unfinished end of the log after a crash.
+Nothing is written. Damage is what costs bytes or names, or would after one more; a note is what a
+mount deals with by itself, such as the unfinished end of the log after a crash. Each finding says
+how `repair` puts it right, if it can.
 """
 
 from __future__ import annotations
@@ -10,27 +11,32 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import trio
 
-from retainzfs import errors, journal, layout, recovery
-from retainzfs._zio import crc32c
-from retainzfs.device import Condition, Device, ZoneReport, open_target
+from retainzfs import consistency, errors, journal, recovery
+from retainzfs.device import Condition, Device, ZoneReport, is_memory, open_target
+from retainzfs.device.heads import head_faults
+from retainzfs.extents import StoredRuns
 from retainzfs.hints import format_size
-from retainzfs.layout import BLOCK, INLINE_SUMS_MAX, RUN_BLOCKS_MAX
-from retainzfs.namespace import Extent, Inode, Namespace, Run
+from retainzfs.layout import BLOCK
+from retainzfs.mending import Mender
+from retainzfs.namespace import Inode, Namespace, Run
+from retainzfs.scrub import Pace, stored_bytes, verify
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
+class Finding(NamedTuple):
     text: str
     damage: bool = True
+    repair: str = ""  # what a repair does about it; empty: nothing
 
     def __str__(self) -> str:
-        return f"{'damage' if self.damage else 'note'}: {self.text}"
+        how = f"; --repair would {self.repair}" if self.repair else ""
+        left = "; --repair leaves it alone" if self.damage and not self.repair else ""
+        return f"{'damage' if self.damage else 'note'}: {self.text}{how}{left}"
 
 
 @dataclass
@@ -48,8 +54,13 @@ class Report:
     def damaged(self) -> bool:
         return any(finding.damage for finding in self.findings)
 
+    @property
+    def repairable(self) -> list[Finding]:
+        return [finding for finding in self.findings if finding.repair]
+
     def as_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "damaged": self.damaged}
+        findings = [finding._asdict() for finding in self.findings]
+        return {**asdict(self), "findings": findings, "damaged": self.damaged}
 
     def summary(self) -> str:
         count = sum(finding.damage for finding in self.findings)
@@ -63,14 +74,29 @@ class Report:
         return ", ".join(parts)
 
 
-def check(target: str, *, scrub: bool = False, progress: Progress | None = None) -> Report:
-    """Check a target; with `scrub` read every byte that files hold and verify its checksum.
+def check(
+    target: str,
+    *,
+    scrub: bool = False,
+    rate: int | None = None,
+    progress: Progress | None = None,
+) -> Report:
+    """Check a target; with `scrub` read every byte that files hold and verify its checksum, `rate`
+    bytes a second at most.
 
     Raises TargetMissing, TargetBusy, ForeignTarget, NewerFormat: then there is nothing to check.
     """
-    device = open_target(target, readonly=True)
     report = Report(target)
-    trio.run(_check, device, report, scrub, progress or _silent)
+    try:
+        device = open_target(target, readonly=True)
+    except errors.Damaged as damage:
+        report.findings.append(Finding(str(damage.args[1])))
+        return report
+    if not is_memory(target):
+        for fault in head_faults(target):
+            how = "write the good copy over it"
+            report.findings.append(Finding(fault.text, not fault.torn, how))
+    trio.run(check_device, device, report, scrub, Pace(rate), progress or _silent)
     return report
 
 
@@ -78,42 +104,80 @@ def _silent(done: int, total: int) -> None:
     pass
 
 
-async def _check(device: Device, report: Report, scrub: bool, progress: Progress) -> None:
+async def check_device(
+    device: Device,
+    report: Report,
+    scrub: bool,
+    pace: Pace | None = None,
+    progress: Progress = _silent,
+) -> None:
+    """Check an opened device, close it, and add what was found to the report."""
     try:
         await device.start()
-        try:
-            recovered = await recovery.recover(device)
-        except errors.Damaged as damage:
-            report.findings.append(Finding(str(damage.args[1])))
-            return
-        namespace = recovered.namespace
-        if not recovered.clean:
-            text = (
-                f"not unmounted cleanly; {recovered.rolled_back} bytes of log will be rolled back"
-            )
-            report.findings.append(Finding(text, damage=False))
-        if recovered.orphans:
-            text = f"{len(recovered.orphans)} files were deleted while open; a mount frees them"
-            report.findings.append(Finding(text, damage=False))
-        report.findings += map(Finding, _structure(device, namespace))
-        report.directories = sum(inode.is_dir for inode in namespace.inodes.values())
-        report.files = len(namespace.inodes) - report.directories
-        live: Counter[int] = Counter()
-        for inode in namespace.inodes.values():
-            for extent in inode.extents:
-                live[extent.run.zone] += extent.blocks * BLOCK
-        report.live = dict(sorted(live.items()))
-        if scrub:
-            await _scrub(device, namespace, report, progress)
+        await _examine(device, report, scrub, pace or Pace(None), progress)
     finally:
         await device.aclose()
 
 
-def _structure(device: Device, namespace: Namespace) -> Iterator[str]:
+async def examine(device: Device, *, scrub: bool = False) -> Report:
+    """Check a device that is started and not mounted."""
+    report = Report(device.name)
+    await _examine(device, report, scrub, Pace(None), _silent)
+    return report
+
+
+async def _examine(
+    device: Device, report: Report, scrub: bool, pace: Pace, progress: Progress
+) -> None:
+    try:
+        recovered = await recovery.load(device)
+    except errors.Damaged as damage:
+        report.findings.append(Finding(str(damage.args[1])))
+        return
+    namespace = recovered.namespace
+    mender = Mender(namespace, 0)
+    mended = (Finding(p.text, repair=p.repair) for p in mender.problems)
+    found = [*_log(recovered), *mended]
+    if rest := list(consistency.check(namespace)):
+        # Of a namespace that still contradicts itself nothing more can be asked, or mended.
+        report.findings += [finding._replace(repair="") for finding in found]
+        report.findings += map(Finding, rest)
+        return
+    report.findings += found
+    report.findings += [Finding(text, damage=False) for text in _worn(device)]
+    report.findings += map(Finding, structure(device, namespace))
+    report.directories = sum(inode.is_dir for inode in namespace.inodes.values())
+    report.files = len(namespace.inodes) - report.directories
+    live: Counter[int] = Counter()
+    for inode in namespace.inodes.values():
+        for extent in inode.extents:
+            live[extent.run.zone] += extent.blocks * BLOCK
+    report.live = dict(sorted(live.items()))
+    if scrub:
+        await _scrub(device, namespace, report, pace, progress)
+
+
+def _log(recovered: recovery.Recovered) -> Iterator[Finding]:
+    """What a mount finds in the log, and deals with by itself."""
+    if recovered.fallback:
+        text = f"the newest snapshot is broken, the one before it was read: {recovered.fallback}"
+        yield Finding(text, repair="write a new one")
+    elif not recovered.clean:
+        text = f"not unmounted cleanly; {recovered.rolled_back} bytes of log will be rolled back"
+        yield Finding(text, damage=False, repair="do so, as a mount does")
+    if recovered.orphans:
+        text = f"{len(recovered.orphans)} files were deleted while open; a mount frees them"
+        yield Finding(text, damage=False)
+
+
+def structure(device: Device, namespace: Namespace) -> Iterator[str]:
+    """Yield where a volume contradicts itself or the zones."""
     zones = device.report()
     first_data = journal.metadata_zones(len(zones))
+    offline = {zone.index for zone in zones if zone.condition is Condition.OFFLINE}
     for inode in namespace.inodes.values():
         yield from _file(namespace, inode)
+        yield from _lost(namespace, inode, offline)
     for index, runs in sorted(namespace.runs.items()):
         if not runs:
             continue
@@ -127,7 +191,7 @@ def _file(namespace: Namespace, inode: Inode) -> Iterator[str]:
     path = namespace.path(inode.ino)
     if inode.is_dir and inode.ino != inode.parent and inode.parent not in namespace.inodes:
         yield f"{path}: its parent directory, inode {inode.parent}, does not exist"
-    if inode.generation and inode.generation not in namespace.generations:
+    if inode.nlink and inode.generation and inode.generation not in namespace.generations:
         yield f"{path}: belongs to generation {inode.generation}, which does not exist"
     end = -(-inode.size // BLOCK)
     if inode.extents and inode.extents[-1].end > end:
@@ -137,10 +201,29 @@ def _file(namespace: Namespace, inode: Inode) -> Iterator[str]:
             yield f"{path}: two extents hold block {other.block}"
 
 
+def _lost(namespace: Namespace, inode: Inode, offline: set[int]) -> Iterator[str]:
+    for extent in inode.extents if offline else ():
+        if extent.run.zone in offline:
+            end = min(extent.end * BLOCK, inode.size)
+            span = f"bytes {extent.block * BLOCK} to {end} are lost"
+            yield f"{namespace.path(inode.ino)}: {span}: zone {extent.run.zone} is offline"
+
+
+def _worn(device: Device) -> Iterator[str]:
+    zones = device.report()
+    first_data = journal.metadata_zones(len(zones))
+    for zone in zones:
+        what = "metadata zone" if zone.index < first_data else "zone"
+        if zone.condition is Condition.READ_ONLY:
+            then = "it is not written" if zone.index < first_data else "a mount drains it"
+            yield f"{what} {zone.index} is read-only; {then}"
+        elif zone.condition is Condition.OFFLINE:
+            yield f"{what} {zone.index} is offline and cannot be read"
+
+
 def _zone(namespace: Namespace, zone: ZoneReport, runs: list[Run]) -> Iterator[str]:
     epoch = namespace.zone_epochs.get(zone.index, 0)
-    whole = (Condition.FULL, Condition.READ_ONLY, Condition.OFFLINE)
-    end = zone.capacity if zone.condition in whole else zone.write_pointer
+    end = recovery.written(zone)
     runs.sort(key=lambda run: run.start)
     for run in runs:
         where = f"zone {zone.index}, blocks {run.start} to {run.start + run.blocks}"
@@ -149,41 +232,27 @@ def _zone(namespace: Namespace, zone: ZoneReport, runs: list[Run]) -> Iterator[s
             yield f"{where}: written before reset {run.epoch} of {epoch}; belongs to {paths}"
         if (run.start + run.blocks) * BLOCK > end:
             yield f"{where}: beyond the write pointer {end // BLOCK}; belongs to {paths}"
-        if run.length > RUN_BLOCKS_MAX:
-            yield f"{where}: a run of {run.length} blocks is too long"
-    if zone.condition is Condition.OFFLINE:
-        yield f"zone {zone.index} is offline; {len(runs)} runs in it are lost"
+        if not run.single:
+            yield f"{where}: held more than once; belongs to {paths}"
     for one, other in pairwise(runs):
         if one.start + one.blocks > other.start:
             yield f"zone {zone.index}: the runs at blocks {one.start} and {other.start} overlap"
 
 
-async def _scrub(device: Device, namespace: Namespace, report: Report, progress: Progress) -> None:
+async def _scrub(
+    device: Device, namespace: Namespace, report: Report, pace: Pace, progress: Progress
+) -> None:
     """Read in the order of the device."""
-    held = [(inode, extent) for inode in namespace.inodes.values() for extent in inode.extents]
-    held.sort(key=lambda pair: (pair[1].run.zone, pair[1].run.start, pair[1].first))
-    total = sum(extent.blocks for _, extent in held) * BLOCK
+    stored = StoredRuns(device)
+    runs = [run for there in namespace.runs.values() for run in there.values()]
+    runs.sort(key=lambda run: (run.zone, run.start))
+    total = stored_bytes(namespace)
     report.scrubbed = done = 0
-    for inode, extent in held:
-        try:
-            await _verify(device, extent)
-            report.scrubbed += extent.blocks * BLOCK
-        except errors.RetainzError as error:
-            span = f"bytes {extent.block * BLOCK} to {extent.end * BLOCK}"
-            report.findings.append(Finding(f"{namespace.path(inode.ino)}: {span}: {error}"))
-        done += extent.blocks * BLOCK
+    for run in runs:
+        found = await verify(stored, namespace, run)
+        report.findings += (Finding(str(damage)) for damage in found)
+        nbytes = run.length * BLOCK
+        report.scrubbed += 0 if found else nbytes
+        done += nbytes
         progress(done, total)
-
-
-async def _verify(device: Device, extent: Extent) -> None:
-    run = extent.run
-    sums = run.sums
-    if run.length > INLINE_SUMS_MAX:
-        at = (run.start + run.length) * BLOCK
-        trailer = await device.read(run.zone, at, BLOCK)
-        if crc32c(trailer) != int.from_bytes(sums, "little"):
-            raise errors.ChecksumError(device.name, run.zone, at)
-        sums = bytes(trailer[layout.TRAILER_HEADER.size :])
-    wanted = sums[extent.first * 4 : (extent.first + extent.blocks) * 4]
-    at = (run.start + extent.first) * BLOCK
-    await device.read(run.zone, at, extent.blocks * BLOCK, wanted)
+        await pace.spent(nbytes)

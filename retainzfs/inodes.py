@@ -34,6 +34,11 @@ class Run:
         """Blocks on the device, trailer included."""
         return self.length + (self.length > layout.INLINE_SUMS_MAX)
 
+    @property
+    def single(self) -> bool:
+        """Whether its blocks are not held more often than they are there."""
+        return self.held <= self.length
+
     def __repr__(self) -> str:
         return f"Run(zone={self.zone}, start={self.start}, length={self.length})"
 
@@ -57,10 +62,10 @@ class Extent(NamedTuple):
 
 class Inode:
     __slots__ = (
-        "atime_ns", "blocks", "changed", "content", "ctime_ns", "dirty", "due_s", "entries",
-        "error", "extents", "fresh", "generation", "gid", "handles", "ino", "judged",
-        "known_content", "logged_size", "lookups", "mode", "mtime_ns", "name", "nlink", "parent",
-        "rdev", "refused", "shadow", "size", "stage", "uid", "writes", "xattrs",
+        "atime_ns", "blocks", "changed", "content", "ctime_ns", "dirty", "doubt", "due_s",
+        "entries", "error", "extents", "fresh", "generation", "gid", "handles", "ino", "judged",
+        "known_content", "logged_size", "lookups", "missing", "mode", "mtime_ns", "name", "nlink",
+        "parent", "rdev", "shadow", "size", "stage", "uid", "writes", "xattrs",
     )  # fmt: skip
 
     def __init__(self, ino: int) -> None:
@@ -85,11 +90,20 @@ class Inode:
         self.handles = 0
         self.lookups = 0
         self.name = b""  # its newest one, if it still has that
-        self.judged = -1  # the count of `writes` when completeness was last looked at
         self.writes = 0  # counts modifications; a cached copy of another count is stale
+        self.judged = 0  # the count of `writes` when completeness was last looked at
+        self.doubt = ""  # why its generation cannot be complete, as its last close told
         self.error: RetainzError | None = None  # a write that failed after its caller had gone
-        self.refused = False  # a write of it met a full device, and its caller knows
+        self.missing: Spans | None = (
+            None  # bytes that failed writes left out, as their callers know
+        )
         self.stage: object = None  # the stream's own
+
+    @property
+    def in_use(self) -> bool:
+        """Whether its bytes are needed even without a name. The kernel may open what it looked up
+        after the name went to another inode; until it forgets, the old one is there."""
+        return bool(self.handles or self.lookups)
 
     @property
     def is_dir(self) -> bool:
@@ -98,6 +112,10 @@ class Inode:
     @property
     def is_file(self) -> bool:
         return stat.S_ISREG(self.mode)
+
+    @property
+    def is_being_written(self) -> bool:
+        return self.handles > 0 and self.judged != self.writes
 
     def find(self, block: int) -> int:
         """Return the index of the first extent that ends behind `block`."""
@@ -121,7 +139,7 @@ def _block_of(extent: Extent) -> int:
 
 
 class Spans:
-    """A set of blocks as sorted spans [start, end) that neither touch nor overlap."""
+    """A set of blocks, or bytes, as sorted spans [start, end) that neither touch nor overlap."""
 
     __slots__ = ("_ends", "_starts")
 
@@ -148,8 +166,19 @@ class Spans:
         starts[i:j] = [start]
         ends[i:j] = [end]
 
+    def remove(self, start: int, end: int) -> None:
+        starts, ends = self._starts, self._ends
+        i = bisect_right(ends, start)  # the first span that ends behind the start
+        j = bisect_left(starts, end)  # behind the last one that begins before the end
+        if i >= j or start >= end:
+            return
+        sides = ((starts[i], start), (end, ends[j - 1]))
+        kept = [(first, last) for first, last in sides if first < last]
+        starts[i:j] = [first for first, _ in kept]
+        ends[i:j] = [last for _, last in kept]
+
     def cut(self, end: int) -> None:
-        """Forget the blocks from `end` on."""
+        """Forget everything from `end` on."""
         i = bisect_left(self._starts, end)
         del self._starts[i:], self._ends[i:]
         if self._ends and self._ends[-1] > end:

@@ -10,110 +10,132 @@ Invariants
 - Sequences have no gaps; durability is a prefix of the log.
 - A zone is recycled only when it lies before the newest complete snapshot.
 - Nothing is appended behind a torn batch: after an unclean end the log goes on in a fresh zone.
-- A failed append or flush is final: the journal refuses everything from then on.
-- There is always room for another snapshot and the rounds beside it, and a zone more for the mount
-  after a crash. `budget` bounds the metadata, `tight` says when a snapshot can wait no longer.
+- A failed append or flush is final: the journal refuses everything from then on. Only a zone in
+  which there is no batch yet may be left for another one; nothing was acknowledged in it.
+- Behind every batch of log so many zones are left that a snapshot fits into them: a mount after a
+  crash writes one before anything can be reused (`admits`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from contextlib import suppress
 
-from retainzfs import errors, layout
+from retainzfs import errors, failpoints, layout
 from retainzfs._zio import Slot
 from retainzfs.device import Condition, Device
 from retainzfs.layout import BLOCK, BatchHeader, BatchKind, Superblock
+from retainzfs.replay import (
+    METADATA_ZONES_MIN,
+    OF_SNAPSHOT,
+    Batch,
+    Replay,
+    metadata_zones,
+    read_superblocks,
+    records,
+    scan,
+)
 
-METADATA_ZONES_MIN = 4  # two for the newest snapshot and its log, two for the one being written
-METADATA_SHARE = 100  # one zone in so many holds metadata
-BATCH_MAX = 1 << 20  # records of one batch, bytes; bounds the memory and the time of one append
-BATCH_MIN = 32 << 10  # but a batch must hold any operation
+__all__ = [
+    "METADATA_ZONES_MIN",
+    "Batch",
+    "Journal",
+    "Replay",
+    "metadata_zones",
+    "read_superblocks",
+    "records",
+    "scan",
+]
+
+SLICE = 64 << 10  # bytes of snapshot between two rounds; a few milliseconds
+BATCH_MIN = 32 << 10  # bytes; a batch must hold any operation
 BATCHES_A_ZONE = 16  # what is left of a zone before the next one is less than a batch
-OF_SNAPSHOT = (BatchKind.SNAPSHOT_BEGIN, BatchKind.SNAPSHOT, BatchKind.SNAPSHOT_END)
-READ_CHUNK = 1 << 20  # bytes read at a time while replaying
+
+STUCK = (Condition.READ_ONLY, Condition.OFFLINE)  # a zone that is never written again
+ATTEMPTS = 3  # zones that are tried as the next one of the chain
 
 
-def metadata_zones(zone_count: int) -> int:
-    return max(METADATA_ZONES_MIN, zone_count // METADATA_SHARE)
-
-
-@dataclass(slots=True)
-class Batch:
-    header: BatchHeader
-    payload: bytes
-
-
-@dataclass(slots=True)
-class Replay:
-    """What a scan of the metadata zones found."""
-
-    superblock: Superblock
-    snapshot: list[Batch] = field(default_factory=list)
-    log: list[Batch] = field(default_factory=list)
-    fuzzy_until: int = 0  # log batches up to this sequence may be older than the snapshot's state
-    snapshot_position: int = 0  # chain position where that snapshot begins
-    sequence: int = 0  # of the newest batch
-    epoch: int = 0  # mounts of the volume before this one
-    clean: bool = False
-    rolled_back: int = 0  # bytes of a torn tail that were discarded
-    clock_s: float = 0.0
+PADDING = BLOCK + layout.BATCH_HEADER  # bytes of a batch beside its records, at most
 
 
 class Journal:
-    """Appends batches; see `scan` for reading them back."""
+    """Appends batches; see `replay` for reading them back."""
 
     def __init__(self, device: Device, superblock: Superblock) -> None:
         self.device = device
         self.superblock = superblock
         self.zones = superblock.metadata_zones
         self.capacity = superblock.zone_capacity
-        self.batch_max = max(BATCH_MIN, min(BATCH_MAX, self.capacity // BATCHES_A_ZONE))
+        self.batch_max = max(BATCH_MIN, min(layout.BATCH_MAX, self.capacity // BATCHES_A_ZONE))
         self.queue_max = self.batch_max // 2  # bytes of records that may wait for a round
-        # What a round appends: the queue, maps of as many bytes, those of a zone that was moved.
-        self.round_max = 2 * self.queue_max + self.capacity // 16
-        self._usable = self.capacity - 2 * BLOCK - self.batch_max  # of a zone, surely
-        # Two snapshots and half as much log, beside the zone where the newest snapshot begins
-        # and the one that a crash may cost.
-        share = ((self.zones - 2) * self._usable - 3 * self.round_max) * 2 // 5
-        self.budget = unpadded(share)  # bytes of records that a snapshot may take
+        self.slice_max = min(SLICE, self.batch_max // 2)  # a record may come on top
+        # Of a zone, surely: a batch does not cross its end, and is a slice and a record at most.
+        self._usable = self.capacity - 2 * BLOCK - self.slice_max - self.batch_max // 2
+        # Bytes of records that a snapshot may take: half of the zones, for there are two of them.
+        fits = (self.zones // 2 * self._usable - 3 * PADDING) * self.slice_max
+        half = fits // (self.slice_max + PADDING)
+        self.budget = min(half, self.zones * self.capacity // 4)
         self.epoch = 1
         self.sequence = 0  # of the newest batch
+        self.log_sequence = 0  # of the newest LOG batch
         self.durable = 0
         self.position = 0  # of the zone being written, in the chain
         self.chain: dict[int, int] = {}  # position → zone
         self.write_pointer = 0
         self.torn = True  # nothing may follow what the current zone holds
+        self.given_up: list[int] = []  # zones to be reset before the next one begins, in order
         self.snapshot_position = 0
         self.snapshot_begun = 0  # sequence of the SNAPSHOT_BEGIN without its end, else 0
         self.snapshot_begun_position = 0
+        self.snapshot_closing = False  # it has a SNAPSHOT_LOG
         self.since_snapshot = 0  # bytes of log since the newest snapshot began
         self.snapshot_size = 0  # bytes of the newest complete snapshot
         self.appended = 0  # bytes, padding and superblocks included
+        self._refused: set[int] = set()  # zones whose first append, or reset, failed
         self.failed: errors.RetainzError | None = None
 
-    @property
-    def due(self) -> bool:
-        """Whether a snapshot should begin: the log would soon not fit beside two snapshots."""
+    def due(self, size: int) -> bool:
+        """Whether a snapshot, of `size` bytes of records, should begin: the log is long, or zones
+        are getting scarce."""
         if self.snapshot_begun:
             return False
         room = self.zones * self.capacity // 4
-        return self.since_snapshot > min(room, max(4 * self.batch_max, 2 * self.snapshot_size))
+        long = min(room, max(4 * self.batch_max, 2 * self.snapshot_size))
+        return self.since_snapshot > long or not self.admits(BLOCK, size)
 
-    def tight(self, size: int) -> bool:
-        """Whether a snapshot of `size` bytes of records must be written before any more log: there
-        is room for it, for the round that was just written, and for the one at its end."""
-        return self.since_snapshot > 0 and self._room < padded(size) + 2 * self.round_max
+    def admits(self, nbytes: int, size: int) -> bool:
+        """Whether so many bytes of log leave room for the snapshot that follows a crash, of `size`
+        bytes of records."""
+        here = self.write_pointer + nbytes + BLOCK <= self.capacity and not self.torn
+        return self._left - (0 if here else self._span(nbytes)) >= self._span(size)
+
+    def spacious(self, size: int) -> bool:
+        """Whether the log may go on between the slices of a snapshot of `size` bytes."""
+        span = 0 if self._fits_here(size) else self._span(size)
+        return self._left - span - 1 >= self._span(size + self.batch_max)
 
     @property
-    def _room(self) -> int:
-        """Bytes that can surely be appended, and leave a zone for the mount after a crash."""
-        free = self.zones - sum(p >= self.snapshot_position for p in self.chain)
-        rest = 0 if self.torn else self.capacity - self.write_pointer - BLOCK - self.batch_max
-        return (free - 1) * self._usable + max(0, rest)
+    def _left(self) -> int:
+        """Zones that hold nothing which a mount needs."""
+        needed = {zone for p, zone in self.chain.items() if p >= self.snapshot_position}
+        return self.zones - len(needed | self._stuck())
 
-    async def append(self, kind: BatchKind, payload: bytes, clock_s: float) -> int:
-        """Write one batch and return its sequence; it is durable after the next `flush`."""
+    def _span(self, nbytes: int) -> int:
+        """Return how many zones so many bytes of records take at most, from a fresh one on."""
+        batches = nbytes // self.slice_max + 3  # with the begin, the end, and what is logged
+        return -(-(nbytes + batches * PADDING) // self._usable)
+
+    def _fits_here(self, size: int) -> bool:
+        batches = size // self.slice_max + 3
+        return not self.torn and size + batches * PADDING <= self.capacity - self.write_pointer
+
+    async def append(
+        self, kind: BatchKind, payload: bytes, clock_s: float, expected: int = 0
+    ) -> int:
+        """Write one batch and return its sequence; it is durable after the next `flush`.
+
+        A SNAPSHOT_BEGIN goes to a fresh zone unless the snapshot, of `expected` bytes of records,
+        fits into this one: at its end it would keep the whole zone from being reused.
+        """
         if self.failed is not None:
             raise self.failed
         sequence = self.sequence + 1
@@ -122,14 +144,23 @@ class Journal:
         header = BatchHeader(
             kind, len(payload), self.superblock.uuid, self.epoch, sequence, self.durable,
             self.snapshot_begun if kind in OF_SNAPSHOT else 0,
-            clock_s,
+            self.log_sequence, clock_s,
         )  # fmt: skip
         data = layout.encode_batch(header, payload)
         assert len(data) <= self.capacity - BLOCK, "a batch fits into a metadata zone"
         try:
-            if self.write_pointer + len(data) > self.capacity or self.torn:
+            apart = kind is BatchKind.SNAPSHOT_BEGIN and not self._fits_here(expected)
+            if self.write_pointer + len(data) > self.capacity or self.torn or apart:
                 await self._next_zone(sequence)
-            await self._write(data)
+            try:
+                await self._write(data)
+            except errors.RetainzError:
+                if self.write_pointer > BLOCK:
+                    raise
+                # No batch is in this zone yet: the next superblock says that none is missing.
+                self._refused.add(self.chain[self.position])
+                await self._next_zone(sequence)
+                await self._write(data)
         except errors.RetainzError as error:
             self.failed = error
             raise
@@ -137,8 +168,13 @@ class Journal:
         if kind is BatchKind.SNAPSHOT_BEGIN:
             self.snapshot_begun_position = self.position
             self.since_snapshot = 0
-        elif kind is BatchKind.LOG:
+            self.snapshot_closing = False
+        elif kind in (BatchKind.LOG, BatchKind.SNAPSHOT_LOG):
+            self.log_sequence = sequence
             self.since_snapshot += len(data)
+            self.snapshot_closing = kind is BatchKind.SNAPSHOT_LOG
+        elif kind is BatchKind.SNAPSHOT_END and self.snapshot_closing:
+            self.log_sequence = sequence  # without it that log does not count
         return sequence
 
     async def flush(self) -> None:
@@ -164,33 +200,92 @@ class Journal:
         if self.chain:
             # The superblock's first sequence promises that every batch before it is there.
             await self.flush()
-            if self.write_pointer < self.capacity:
-                await self.device.finish(self.chain[self.position])
-        zone = self._free_zone()
-        await self.device.reset([zone])
+            await self._finish(self.chain[self.position])
+            failpoints.reach("switch-finished")
+        while self.given_up:
+            # The newest first, one by one, so that a power cut leaves no hole in the chain.
+            await self.device.reset([self.given_up[0]])
+            del self.given_up[0]
+            await self.device.flush()
+        self.superblock = self.superblock._replace(
+            position=self.position + 1,
+            first_sequence=first_sequence,
+            snapshot_position=self.snapshot_position,
+            log_before=self.log_sequence,
+        )
+        zone = await self._begin()
         self.chain = {p: z for p, z in self.chain.items() if z != zone}
         self.position += 1
         self.chain[self.position] = zone
-        self.write_pointer = 0
+        self.write_pointer = BLOCK
         self.torn = False
-        self.superblock = self.superblock._replace(
-            position=self.position,
-            first_sequence=first_sequence,
-            snapshot_position=self.snapshot_position,
-        )
-        await self._write(self.superblock.encode())
+        failpoints.reach("switch-written")
         # So that batches without a superblock before them can only be damage.
         await self.device.flush()
 
+    async def _finish(self, zone: int) -> None:
+        """Give back the zone's active slot."""
+        if self.write_pointer < self.capacity:
+            try:
+                await self.device.finish(zone)
+            except errors.RetainzError:
+                if self.device.report()[zone].condition not in STUCK:
+                    raise
+
+    async def _begin(self) -> int:
+        """Write the superblock into a free zone, and return which; a few may fail."""
+        for attempt in range(1, ATTEMPTS + 1):
+            zone = self._free_zone()
+            try:
+                await self.device.reset([zone])
+            except errors.RetainzError as error:
+                if attempt == ATTEMPTS or error.errno in errors.GONE:
+                    raise
+                # What it holds is older than the newest snapshot, and does no harm there.
+                self._refused.add(zone)
+                continue
+            failpoints.reach("switch-reset")
+            try:
+                await self.device.ready(zone)
+                await self.device.append(zone, 0, aligned(self.superblock.encode()))
+            except errors.RetainzError as error:
+                if attempt == ATTEMPTS or error.errno in errors.GONE or not await self._clear(zone):
+                    raise
+                self._refused.add(zone)
+                continue
+            self.appended += BLOCK
+            return zone
+        raise AssertionError("the last attempt succeeds or raises")
+
+    async def _clear(self, zone: int) -> bool:
+        """Whether the zone, where a superblock failed, is sure to hold none."""
+        with suppress(errors.RetainzError):
+            await self.device.reset([zone])
+        report = self.device.report()[zone]
+        return report.condition is Condition.OFFLINE or not report.write_pointer
+
     def _free_zone(self) -> int:
-        used = set(self.chain.values())
+        stuck = self._stuck()
+        used = stuck.union(self.chain.values())
         for zone in range(self.zones):
             if zone not in used:
                 return zone
-        oldest = min(self.chain)
-        if oldest >= self.snapshot_position:
+        old = [p for p, z in self.chain.items() if p < self.snapshot_position and z not in stuck]
+        if not old:
             raise errors.NoSpace("the metadata zones are full; delete files")
-        return self.chain[oldest]
+        return self.chain[min(old)]
+
+    def stuck(self) -> dict[int, Condition]:
+        """Return the zones that take no writes; one that refused them counts as READ_ONLY."""
+        told = {
+            zone.index: zone.condition
+            for zone in self.device.report()[: self.zones]
+            if zone.condition in STUCK
+        }
+        return dict.fromkeys(self._refused, Condition.READ_ONLY) | told
+
+    def _stuck(self) -> set[int]:
+        return set(self.stuck())
 
     async def _write(self, data: bytes) -> None:
         zone = self.chain[self.position]
@@ -202,24 +297,16 @@ class Journal:
     def resume(self, replay: Replay, chain: dict[int, int], write_pointer: int) -> None:
         """Go on where a scan ended: behind the last batch, or in a fresh zone if that was torn."""
         self.sequence = self.durable = replay.sequence
+        self.log_sequence = replay.log_sequence
         self.epoch = replay.epoch + 1
         self.chain = chain
+        self.given_up = list(replay.given_up)
         self.position = max(chain)
         self.snapshot_position = replay.snapshot_position
         self.write_pointer = write_pointer
-        self.torn = not replay.clean
+        self.torn = not replay.clean or chain[self.position] in self._stuck()
         self.snapshot_size = sum(len(b.payload) for b in replay.snapshot)
         self.since_snapshot = sum(len(b.payload) + BLOCK for b in replay.log)
-
-
-def padded(size: int) -> int:
-    """Return the bytes that a snapshot takes on the device; its batches are a quarter padding at
-    most."""
-    return size + size // 4 + 2 * BLOCK
-
-
-def unpadded(size: int) -> int:
-    return (size - 2 * BLOCK) * 4 // 5
 
 
 def aligned(data: bytes) -> memoryview:
@@ -227,196 +314,3 @@ def aligned(data: bytes) -> memoryview:
     slot = memoryview(Slot(len(data)))
     slot[:] = data
     return slot
-
-
-async def read_superblocks(device: Device) -> dict[int, Superblock]:
-    """Return zone → superblock for every zone that begins with a complete one."""
-    found: dict[int, Superblock] = {}
-    report = device.report()
-    limit = metadata_zones(len(report))
-    for zone in report[:limit]:
-        if zone.write_pointer < BLOCK and zone.condition is not Condition.FULL:
-            continue
-        if zone.condition is Condition.OFFLINE:
-            continue
-        block = bytes(await device.read(zone.index, 0, BLOCK))
-        superblock = Superblock.decode(block, device.name)
-        if superblock is not None:
-            found[zone.index] = superblock
-    return found
-
-
-async def scan(device: Device) -> tuple[Replay, dict[int, int], int]:
-    """Read the metadata zones. Returns the replay, the chain (position → zone) and where the
-    newest zone's batches end, bytes.
-
-    Raises ForeignTarget when there is no superblock, Damaged where batches that were once durable
-    are missing or broken. A torn tail is no damage: replay ends there, and a later mount goes on
-    in a fresh zone whose superblock states the sequence that follows.
-    """
-    superblocks = await read_superblocks(device)
-    if not superblocks:
-        raise errors.ForeignTarget(device.name, "no superblock in its metadata zones")
-    newest = max(superblocks.values(), key=lambda s: s.position)
-    _check_geometry(device, newest)
-    chain = {s.position: z for z, s in superblocks.items() if s.uuid == newest.uuid}
-    first = newest.position
-    while first - 1 in chain and first > newest.snapshot_position:
-        first -= 1
-    replay = Replay(newest)
-    batches: list[Batch] = []
-    end = BLOCK
-    begins: dict[int, int] = {}  # sequence of a SNAPSHOT_BEGIN → chain position
-    for position in range(first, newest.position + 1):
-        zone = chain[position]
-        expected = superblocks[zone].first_sequence
-        if batches and batches[-1].header.sequence + 1 != expected:
-            raise errors.Damaged(
-                device.name,
-                f"metadata zone {zone} begins with batch {expected}, but the zone before it ends "
-                f"with {batches[-1].header.sequence}",
-            )
-        # What lies behind the sequence with which the next zone begins was given up by a mount.
-        until = superblocks[chain[position + 1]].first_sequence if position < newest.position else 0
-        found, end, lost = await _read_zone(device, zone, newest.uuid, expected, until)
-        batches += found
-        replay.rolled_back = lost
-        for batch in found:
-            if batch.header.kind is BatchKind.SNAPSHOT_BEGIN:
-                begins[batch.header.sequence] = position
-    _select(device.name, replay, batches, begins)
-    await _check_headless(device, set(superblocks), newest.uuid, replay.sequence)
-    replay.clean = batches[-1].header.kind is BatchKind.CLEAN and not replay.rolled_back
-    return replay, chain, end
-
-
-async def _check_headless(device: Device, known: set[int], uuid: bytes, sequence: int) -> None:
-    """A metadata zone whose superblock is broken must not hold what was once durable."""
-    for report in device.report()[: metadata_zones(device.geometry.zone_count)]:
-        limit = report.capacity if report.condition is Condition.FULL else report.write_pointer
-        if report.index in known or limit < BLOCK or report.condition is Condition.OFFLINE:
-            continue
-        window = _Window(device, report.index, limit)
-        for at in range(BLOCK, limit, BLOCK):
-            size = layout.batch_blocks(await window.read(at, BLOCK)) * BLOCK
-            if not size or at + size > limit:
-                continue
-            decoded = await window.batch(at, size)
-            if decoded is not None and decoded[0].uuid == uuid and decoded[0].sequence > sequence:
-                raise errors.Damaged(
-                    device.name,
-                    f"metadata zone {report.index} holds batch {decoded[0].sequence} and has lost "
-                    "its superblock",
-                )
-
-
-def _check_geometry(device: Device, superblock: Superblock) -> None:
-    geometry = device.geometry
-    ours = (superblock.zone_size, superblock.zone_capacity, superblock.zone_count)
-    if superblock.metadata_zones != metadata_zones(superblock.zone_count):
-        raise errors.Damaged(device.name, "its superblock counts other metadata zones")
-    theirs = (geometry.zone_size, geometry.zone_capacity, geometry.zone_count)
-    if ours != theirs:
-        raise errors.Damaged(
-            device.name,
-            f"its superblock was written for zones of {ours[0]} bytes, {ours[1]} usable, {ours[2]}"
-            f" of them; the device has {theirs[0]}, {theirs[1]}, {theirs[2]}",
-        )
-
-
-async def _read_zone(
-    device: Device, zone: int, uuid: bytes, expected: int, until: int
-) -> tuple[list[Batch], int, int]:
-    """Return the zone's batches from sequence `expected` up to before `until` (0: all), where they
-    end, and how many bytes lie broken behind.
-
-    Behind a broken batch the blocks are searched on: a later batch shows whether it was durable.
-    """
-    report = device.report()[zone]
-    limit = report.capacity if report.condition is Condition.FULL else report.write_pointer
-    window = _Window(device, zone, limit)
-    batches: list[Batch] = []
-    at, end, lost = BLOCK, BLOCK, 0
-    while at < limit and expected != until:
-        blocks = layout.batch_blocks(await window.read(at, BLOCK))
-        size = blocks * BLOCK
-        batch = None
-        if blocks and at + size <= limit:
-            decoded = await window.batch(at, size)
-            if decoded is not None and decoded[0].uuid == uuid:
-                batch = Batch(decoded[0], bytes(decoded[1]))
-        if batch is None:
-            if report.condition is Condition.FULL and not any(await window.read(at, BLOCK)):
-                break  # the zone was finished here
-            lost += BLOCK
-            at += BLOCK
-            continue
-        if batch.header.sequence != expected or lost:
-            if batch.header.durable >= expected:
-                raise errors.Damaged(
-                    device.name,
-                    f"metadata zone {zone}, byte {end}: batch {expected} is broken, was durable",
-                )
-            lost += size
-        else:
-            batches.append(batch)
-            expected += 1
-            end = at + size
-        at += size
-    return batches, end, lost
-
-
-class _Window:
-    """Reads a zone forward in large pieces, hands it out in small ones."""
-
-    def __init__(self, device: Device, zone: int, limit: int) -> None:
-        self.device = device
-        self.zone = zone
-        self.limit = limit
-        self.base = 0
-        self.data = memoryview(b"")
-
-    async def read(self, at: int, length: int) -> memoryview:
-        if at < self.base or at + length > self.base + len(self.data):
-            want = min(max(length, READ_CHUNK), self.limit - at)
-            self.data = memoryview(await self.device.read(self.zone, at, want))
-            self.base = at
-        return self.data[at - self.base : at - self.base + length]
-
-    async def batch(self, at: int, size: int) -> tuple[BatchHeader, memoryview] | None:
-        """Return the batch that begins here, None when there is none. Raises Damaged."""
-        try:
-            return layout.decode_batch(await self.read(at, size))
-        except ValueError as error:
-            where = f"metadata zone {self.zone}, byte {at}"
-            raise errors.Damaged(self.device.name, f"{where}: {error}") from error
-
-
-def _select(name: str, replay: Replay, batches: list[Batch], begins: dict[int, int]) -> None:
-    """Pick the newest complete snapshot and the log behind its beginning."""
-    headers = [b.header for b in batches]
-    ends = (h for h in reversed(headers) if h.kind is BatchKind.SNAPSHOT_END)
-    end = next((h for h in ends if h.snapshot in begins), None)
-    if end is None:
-        raise errors.Damaged(name, "no complete snapshot in its metadata zones")
-    replay.fuzzy_until = end.sequence
-    replay.snapshot_position = begins[end.snapshot]
-    replay.sequence = headers[-1].sequence
-    replay.epoch = max(h.epoch for h in headers)
-    replay.clock_s = max(h.clock_s for h in headers)
-    for batch in batches:
-        header = batch.header
-        if header.kind is BatchKind.SNAPSHOT and header.snapshot == end.snapshot:
-            replay.snapshot.append(batch)
-        elif header.kind is BatchKind.LOG and header.sequence > end.snapshot:
-            replay.log.append(batch)
-
-
-def records(batches: list[Batch], name: str) -> Iterator[tuple[int, layout.Record]]:
-    """Yield (sequence, record). Raises Damaged for sound bytes that are no record."""
-    for batch in batches:
-        try:
-            for record in layout.decode(batch.payload):
-                yield batch.header.sequence, record
-        except ValueError as error:
-            raise errors.Damaged(name, f"batch {batch.header.sequence}: {error}") from error

@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import trio
 
-from retainzfs import errors, placement
+from retainzfs import errors, failpoints, placement
 from retainzfs.device import Device
 from retainzfs.layout import BLOCK, INLINE_SUMS_MAX, RUN_BLOCKS_MAX
+from retainzfs.trouble import Trouble
 from retainzfs.zones import Kind, Zone, ZoneTable
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ class Lane:
         self.room = trio.Semaphore(IN_FLIGHT)  # appends submitted and not ended
         self.working = False
         self.zone: int | None = None  # the zone being filled
-        self.epoch = 0  # its resets when the lane took it
+        self.epoch = 0  # of that zone; after a reset it may be anybody's
         self.steps: deque[placement.Step] = deque()
         self.placed = 0  # bytes of the lane that have a zone
         self.closed = False  # its generation is complete
@@ -103,6 +104,7 @@ class Lanes:
         self,
         device: Device,
         table: ZoneTable,
+        trouble: Trouble,
         policy: placement.Policy,
         hint_of: Callable[[int], Hint],
         retire_of: Callable[[int], float],
@@ -111,6 +113,8 @@ class Lanes:
     ) -> None:
         self.device = device
         self.table = table
+        self.trouble = trouble
+        trouble.finish = self.finish
         self.policy = policy
         self.hint_of = hint_of
         self.retire_of = retire_of
@@ -155,9 +159,13 @@ class Lanes:
         return Hint(lane.kind, math.inf, 0)
 
     def changed(self) -> None:
-        """Zones filled, were finished or reset: who waits for one looks again."""
+        """Zones filled, were finished, reset or read to the end: who waits for one looks again."""
         self._changed.set()
         self._changed = trio.Event()
+
+    async def change(self) -> None:
+        """Return when zones have changed."""
+        await self._changed.wait()
 
     def fits(self, kind: Kind, nbytes: int) -> bool:
         """Whether bytes may be staged and go where they belong, all that is staged included."""
@@ -237,7 +245,7 @@ class Lanes:
         return zone
 
     @staticmethod
-    def _fill(lane: Lane, zone: Zone) -> None:
+    def _take(lane: Lane, zone: Zone) -> None:
         """The lane goes on in this zone."""
         lane.zone, lane.epoch = zone.index, zone.epoch
 
@@ -248,22 +256,22 @@ class Lanes:
         if not lane.steps and not lane.copies:
             self._plan(lane, hint, need)
         if not lane.steps:
-            self._fill(lane, await self._last_resort(lane, hint))
+            self._take(lane, await self._last_resort(lane, hint))
             return
         step = lane.steps.popleft()
         if step.zone is not None:
             zone = self.table[step.zone]
             usable = zone.tail >= BLOCK and zone.kind is self.table.group(hint.kind)
             if usable:
-                self._fill(lane, zone)
+                self._take(lane, zone)
             else:
                 lane.steps.clear()
             return
         try:
-            self._fill(lane, await self._fresh(hint.kind, step.finish))
+            self._take(lane, await self._fresh(hint.kind, step.finish))
         except errors.NoSpace:
             lane.steps.clear()
-            self._fill(lane, await self._last_resort(lane, hint))
+            self._take(lane, await self._last_resort(lane, hint))
 
     def _plan(self, lane: Lane, hint: Hint, need: int) -> None:
         started = time.perf_counter_ns()
@@ -305,15 +313,16 @@ class Lanes:
                 await self.finish(loser)
 
     async def finish(self, zone: Zone) -> None:
-        """Finish the zone once what is queued for it is written."""
+        """Finish the zone once what is queued for it is written, or has failed."""
         self.table.seal(zone)
         async with self.turn(zone):
             while zone.reserved:
                 await self._changed.wait()
-            if not zone.active:
-                return
-            await self.device.finish(zone.index)
-            self.table.finish(zone)
+            if zone.active:
+                failpoints.reach("finish-before")
+                await self.trouble.conclude(zone)
+                failpoints.reach("finish-after")
+            self.trouble.suspect.discard(zone.index)
         self.changed()
 
     async def _last_resort(self, lane: Lane, hint: Hint) -> Zone:
@@ -337,12 +346,15 @@ class Lanes:
                 self.table.lent |= lane.copies
                 self.emergencies += not lane.copies
                 return zone_or_none
-            full = self.table.active(Kind.COLLECTION)
-            await self.finish(full[0])
+            full = [zone for zone in self.table.active(Kind.COLLECTION) if not zone.sealed]
+            if full:
+                await self.finish(full[0])
+            else:
+                await self._changed.wait()  # for its reset
 
     @asynccontextmanager
     async def turn(self, zone: Zone) -> AsyncIterator[None]:
-        """Appends are submitted in the order of the promises.
+        """Appends are submitted in the order of the promises, and no other command meets them.
 
         The lock is first come, first served, and nothing is awaited between promise and turn.
         """
@@ -360,4 +372,8 @@ class Lanes:
                 await self._changed.wait()
                 continue
             self.table.close(idle)
-            await self.device.close_zone(idle.index)
+            async with self.turn(idle):
+                try:
+                    await self.device.close_zone(idle.index)
+                except errors.RetainzError as error:
+                    self.trouble.distrust(idle, error)  # its trouble, not that of the one to open

@@ -9,6 +9,8 @@ rest of the log, ends in the same state; that is what lets a snapshot be taken w
 from __future__ import annotations
 
 import enum
+import math
+import stat
 import struct
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
@@ -28,9 +30,25 @@ TRAILER_MAGIC = b"RZT1"
 RUN_BLOCKS_MAX = (BLOCK - TRAILER_HEADER.size) // 4
 # Up to this length the checksums stand in the record: 64 bytes there against a block on the device.
 INLINE_SUMS_MAX = 16
+BATCH_MAX = 1 << 20  # records of one batch, bytes; bounds the memory and the time of one append
 INLINE_DATA_MAX = 256  # bytes of a file kept in its inode record
 NAME_MAX = 255
 SYMLINK_MAX = 4095
+XATTR_VALUE_MAX = 64 << 10  # bytes, as Linux allows at most
+FILE_SIZE_MAX = 1 << 60  # bytes; block numbers stay far from 64 bits
+
+# What is counted one by one never gets there. A reader refuses more, so that counting on fits into
+# the fields of the format.
+COUNT_MAX = 1 << 47  # inodes, generations, batches, mounts: 64 bits
+RESETS_MAX = 1 << 31  # of a zone: 32 bits
+CLOCK_MAX_S = float(1 << 53)  # from here on a float does not count seconds
+GENERATION_STATES = range(-1, 4)  # as `retention.State` names them
+FILE_TYPES = frozenset(
+    {
+        stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK, stat.S_IFIFO, stat.S_IFSOCK, stat.S_IFCHR,
+        stat.S_IFBLK,
+    }
+)  # fmt: skip
 
 
 class Superblock(NamedTuple):
@@ -44,6 +62,7 @@ class Superblock(NamedTuple):
     position: int  # of this zone in the chain of metadata zones, from 1
     first_sequence: int  # of the first batch in this zone
     snapshot_position: int  # chain position where the newest complete snapshot begins
+    log_before: int = 0  # sequence of the newest LOG batch before this zone
     incompatible: int = 0
     compatible: int = 0
     version: int = FORMAT_VERSION
@@ -52,7 +71,7 @@ class Superblock(NamedTuple):
         body = _SUPERBLOCK.pack(
             MAGIC, self.version, self.incompatible, self.compatible, self.uuid, self.zone_size,
             self.zone_capacity, self.zone_count, self.metadata_zones, self.position,
-            self.first_sequence, self.snapshot_position,
+            self.first_sequence, self.snapshot_position, self.log_before,
         )  # fmt: skip
         body = body.ljust(BLOCK - 4, b"\0")
         return body + crc32c(body).to_bytes(4, "little")
@@ -61,7 +80,8 @@ class Superblock(NamedTuple):
     def decode(cls, block: bytes, name: str) -> Superblock | None:
         """Return None for a block that is no complete superblock.
 
-        Raises NewerFormat for one that only a newer version can read.
+        Raises NewerFormat for one that only a newer version can read, Damaged for numbers that
+        nobody can have written.
         """
         if len(block) < BLOCK or block[: len(MAGIC)] != MAGIC:
             return None
@@ -72,10 +92,16 @@ class Superblock(NamedTuple):
             raise errors.NewerFormat(name, f"format version {version}")
         if incompatible & ~INCOMPATIBLE_KNOWN:
             raise errors.NewerFormat(name, f"feature flags {incompatible:#x}")
-        return cls._make((*rest, incompatible, compatible, version))
+        superblock = cls._make((*rest, incompatible, compatible, version))
+        try:
+            _counted("position", superblock.position)
+            _counted("first sequence", superblock.first_sequence)
+        except ValueError as error:
+            raise errors.Damaged(name, f"a superblock with the {error}") from error
+        return superblock
 
 
-_SUPERBLOCK = struct.Struct("<8sIII16sQQIIQQQ")
+_SUPERBLOCK = struct.Struct("<8sIII16sQQIIQQQQ")
 
 
 class BatchKind(enum.IntEnum):
@@ -84,6 +110,7 @@ class BatchKind(enum.IntEnum):
     SNAPSHOT = 3
     SNAPSHOT_END = 4
     CLEAN = 5  # last batch of a clean unmount
+    SNAPSHOT_LOG = 6  # log that counts only if the SNAPSHOT_END of its snapshot is there
 
 
 class BatchHeader(NamedTuple):
@@ -94,10 +121,11 @@ class BatchHeader(NamedTuple):
     sequence: int  # of this batch, from 1, without gaps
     durable: int  # highest sequence known flushed when this batch was built
     snapshot: int  # sequence of the SNAPSHOT_BEGIN that a snapshot batch belongs to, else 0
+    log_before: int  # sequence of the newest LOG batch before this one, 0 for none
     clock_s: float  # the mount's timeline
 
 
-_BATCH = struct.Struct("<4sBxxxI16sQQQQd4x")
+_BATCH = struct.Struct("<4sBxxxI16sQQQQQd4x")
 BATCH_HEADER = _BATCH.size + 4
 
 
@@ -113,7 +141,8 @@ def encode_batch(header: BatchHeader, payload: bytes) -> bytes:
 def decode_batch(data: bytes | memoryview) -> tuple[BatchHeader, memoryview] | None:
     """Return header and records of the batch at the start of `data`, None when there is none.
 
-    Raises ValueError for a sound batch of an unknown kind.
+    Raises ValueError for a sound batch of an unknown kind or with numbers that nobody can have
+    written.
     """
     view = memoryview(data)
     if len(view) < BLOCK or view[:4] != BATCH_MAGIC:
@@ -126,7 +155,12 @@ def decode_batch(data: bytes | memoryview) -> tuple[BatchHeader, memoryview] | N
     crc = int.from_bytes(view[_BATCH.size : BATCH_HEADER], "little")
     if crc32c(payload, crc32c(view[: _BATCH.size])) != crc:
         return None
-    return BatchHeader(BatchKind(kind), *rest), payload
+    header = BatchHeader(BatchKind(kind), *rest)
+    _counted("epoch", header.epoch)
+    _counted("sequence", header.sequence)
+    if not 0 <= header.clock_s < CLOCK_MAX_S:
+        raise ValueError(f"a clock that shows {header.clock_s} s")
+    return header, payload
 
 
 def batch_blocks(data: bytes | memoryview) -> int:
@@ -134,6 +168,8 @@ def batch_blocks(data: bytes | memoryview) -> int:
     if len(data) < BLOCK or data[:4] != BATCH_MAGIC:
         return 0
     length: int = _BATCH.unpack_from(data)[2]
+    if length > BATCH_MAX:
+        return 0
     return -(-(length + BATCH_HEADER) // BLOCK)
 
 
@@ -287,6 +323,11 @@ def encode(record: Record) -> bytes:
             return _COUNTERS.pack(12, *record)
 
 
+def _counted(what: str, number: int, least: int = 1) -> None:
+    if not least <= number <= COUNT_MAX:
+        raise ValueError(f"{what} {number}")
+
+
 class _Reader:
     """Cursor over a payload; running past its end is damage."""
 
@@ -308,6 +349,21 @@ class _Reader:
         return self.data[self.at - n : self.at]
 
 
+def _inode(r: _Reader) -> Record:
+    record = InodeRecord(*r.fields(_INODE))
+    _counted("inode", record.ino)
+    if record.mode >> 16 or stat.S_IFMT(record.mode) not in FILE_TYPES:
+        raise ValueError(f"inode {record.ino} has the mode {record.mode:o}")
+    return record
+
+
+def _size(r: _Reader) -> Record:
+    record = SizeRecord(*r.fields(_SIZE))
+    if record.size > FILE_SIZE_MAX:
+        raise ValueError(f"inode {record.ino} has {record.size} bytes")
+    return record
+
+
 def _content(r: _Reader) -> Record:
     ino, n = r.fields(_CONTENT)
     return ContentRecord(ino, r.bytes(n))
@@ -315,12 +371,18 @@ def _content(r: _Reader) -> Record:
 
 def _map(r: _Reader) -> Record:
     *head, n = r.fields(_MAP)
-    return MapRecord._make((*head, r.bytes(n)))
+    record = MapRecord._make((*head, r.bytes(n)))
+    if record.block + record.blocks > FILE_SIZE_MAX // BLOCK:
+        raise ValueError(f"inode {record.ino} has a block {record.block}")
+    return record
 
 
 def _link(r: _Reader) -> Record:
     parent, ino, n = r.fields(_LINK)
-    return LinkRecord(parent, r.bytes(n), ino)
+    name = r.bytes(n)
+    if name in (b"", b".", b"..") or b"/" in name or b"\0" in name:
+        raise ValueError(f"inode {ino} has the name {name!r}")
+    return LinkRecord(parent, name, ino)
 
 
 def _unlink(r: _Reader) -> Record:
@@ -330,7 +392,10 @@ def _unlink(r: _Reader) -> Record:
 
 def _xattr(r: _Reader) -> Record:
     ino, n, m = r.fields(_XATTR)
-    return XattrRecord(ino, r.bytes(n), r.bytes(m))
+    record = XattrRecord(ino, r.bytes(n), r.bytes(m))
+    if not record.name or b"\0" in record.name or m > XATTR_VALUE_MAX:
+        raise ValueError(f"inode {ino} has an attribute {record.name!r} of {m} bytes")
+    return record
 
 
 def _xattr_removed(r: _Reader) -> Record:
@@ -340,12 +405,34 @@ def _xattr_removed(r: _Reader) -> Record:
 
 def _generation(r: _Reader) -> Record:
     *head, n = r.fields(_GENERATION)
-    return GenerationRecord._make((*head, r.bytes(n)))
+    record = GenerationRecord._make((*head, r.bytes(n)))
+    _counted("generation", record.generation)
+    _counted("order", record.order, least=0)
+    if record.state not in GENERATION_STATES:
+        raise ValueError(f"generation {record.generation} has the state {record.state}")
+    told = math.isfinite(record.birth) and record.retire != -math.inf
+    if not told or math.isinf(record.committed):
+        raise ValueError(f"generation {record.generation} has impossible times")
+    return record
+
+
+def _zone(r: _Reader) -> Record:
+    record = ZoneRecord(*r.fields(_ZONE))
+    if record.epoch > RESETS_MAX:
+        raise ValueError(f"zone {record.zone} was reset {record.epoch} times")
+    return record
+
+
+def _counters(r: _Reader) -> Record:
+    record = CountersRecord(*r.fields(_COUNTERS))
+    for what, number in record._asdict().items():
+        _counted(what, number)
+    return record
 
 
 _DECODERS: dict[int, Callable[[_Reader], Record]] = {
-    1: lambda r: InodeRecord(*r.fields(_INODE)),
-    2: lambda r: SizeRecord(*r.fields(_SIZE)),
+    1: _inode,
+    2: _size,
     3: _content,
     4: _map,
     5: lambda r: FreeRecord(*r.fields(_FREE)),
@@ -353,14 +440,17 @@ _DECODERS: dict[int, Callable[[_Reader], Record]] = {
     7: _unlink,
     8: _xattr,
     9: _xattr_removed,
-    10: lambda r: ZoneRecord(*r.fields(_ZONE)),
+    10: _zone,
     11: _generation,
-    12: lambda r: CountersRecord(*r.fields(_COUNTERS)),
+    12: _counters,
 }
 
 
 def decode(payload: bytes | memoryview) -> Iterator[Record]:
-    """Yield the records of a batch. Raises ValueError for bytes that are none."""
+    """Yield the records of a batch. Raises ValueError for bytes that are none.
+
+    Every field is in its bounds then; what records say of each other is for `Namespace`.
+    """
     reader = _Reader(payload)
     while reader.at < len(reader.data):
         decoder = _DECODERS.get(reader.data[reader.at])

@@ -18,7 +18,7 @@ from typing import NoReturn, TextIO
 
 import trio
 
-from retainzfs import hints, mkfs, placement, session
+from retainzfs import failpoints, hints, mkfs, placement, session
 from retainzfs.device import is_memory
 from retainzfs.errors import MountError, NotYet, RetainzError, UsageError
 from retainzfs.mounts import find_mount
@@ -135,7 +135,7 @@ def log_path(target: str) -> Path:
 
 
 def mount_foreground(mount: Mount) -> int:
-    """Mount, serve until the end, and return the exit code."""
+    """Mount, serve until the end, and return the exit code: 1 when writing had to stop."""
     check_directory(mount.directory)
     _log_to(sys.stderr, "retainzfs: %(message)s", mount)
     return _serve(mount, lambda: None)
@@ -235,7 +235,8 @@ def _serve(mount: Mount, ready: Callable[[], None]) -> int:
     try:
         if mount.create_size is not None and not os.path.lexists(mount.target):
             mkfs.make(mount.target, size=mount.create_size)
-        trio.run(session.serve, setup, ready)
+        failpoints.arm(os.environ.get(failpoints.VARIABLE, ""))
+        whole = trio.run(session.serve, setup, ready)
     except BaseException as error:
         ours = _only(error)
         if isinstance(ours, RetainzError | KeyboardInterrupt):
@@ -244,7 +245,7 @@ def _serve(mount: Mount, ready: Callable[[], None]) -> int:
         raise MountError(
             mount.directory, f"stopped by a mistake in retainzfs: {ours!r}; its log has more"
         ) from error
-    return 0
+    return 0 if whole else 1
 
 
 def _only(error: BaseException) -> BaseException:

@@ -13,6 +13,7 @@ from retainzfs.core import GROWTH, RESERVE, Core
 from retainzfs.errors import RetainzError
 from retainzfs.hints import FileClass
 from retainzfs.namespace import FSError, Inode
+from retainzfs.retention import State
 
 RENAME_NOREPLACE = 1
 RENAME_EXCHANGE = 2
@@ -62,6 +63,7 @@ class Names(Core):
             records += [layout.ContentRecord(ino, target), layout.SizeRecord(ino, len(target))]
         self.committer.log(*records)
         inode = self.namespace.get(ino)
+        inode.judged = -1  # nobody has closed it yet
         self.retention.joined(inode)
         return inode
 
@@ -111,7 +113,6 @@ class Names(Core):
             self._touched(self.namespace.get(parent), now, links=-1),
             *self._unlinked(inode, now),
         )
-        self.retention.forget(inode)
 
     def entries(self, ino: int) -> list[tuple[bytes, int]]:
         """Return the names of a directory, completion markers first.
@@ -129,26 +130,44 @@ class Names(Core):
         top = self.namespace.child(parent, name)
         below = list(self._below(top))
         if len(below) > TREE_MAX:
-            for child, _ in self.entries(top.ino):
-                self.remove_tree(top.ino, child)
+            below.reverse()  # what is in a directory before the directory
+            below.sort(key=lambda found: not (found[0].is_file and hints.is_marker(found[2])))
+            for part in below:
+                self._remove([part])
             below = []
+        self._remove([(top, parent, name), *below])
+
+    def _remove(self, found: list[tuple[Inode, int, bytes]]) -> None:
+        """Remove names, and what has no other, as one operation; the first one holds the rest."""
         now = self.options.wall_ns()
+        top, parent, name = found[0]
         records: list[layout.Record] = [
             layout.UnlinkRecord(parent, name),
             self._touched(self.namespace.get(parent), now, links=-int(top.is_dir)),
         ]
+        # A directory that somebody has open stays; nobody finds in it what is gone.
+        records += [
+            layout.UnlinkRecord(directory, below)
+            for _, directory, below in found[1:]
+            if self.namespace.get(directory).handles
+        ]
         names: dict[int, int] = {}
-        for ino in [top.ino, *below]:
-            names[ino] = names.get(ino, 0) + 1
+        for inode, _, _ in found:
+            names[inode.ino] = names.get(inode.ino, 0) + 1
         for ino, count in names.items():
-            inode = self.namespace.get(ino)
-            records += self._unlinked(inode, now, count)
+            records += self._unlinked(self.namespace.get(ino), now, count)
         self.committer.log(*records)
 
-    def _below(self, inode: Inode) -> Iterator[int]:
-        for ino in (inode.entries or {}).values():
-            yield ino
-            yield from self._below(self.namespace.get(ino))
+    def _below(self, top: Inode) -> Iterator[tuple[Inode, int, bytes]]:
+        """Yield (inode, directory, name) for every name below, a directory before its names."""
+        waiting = [top]
+        while waiting:
+            directory = waiting.pop()
+            for name, ino in list((directory.entries or {}).items()):
+                inode = self.namespace.get(ino)
+                yield inode, directory.ino, name
+                if inode.entries:
+                    waiting.append(inode)
 
     async def rename(
         self, parent: int, name: bytes, new_parent: int, new_name: bytes, flags: int = 0
@@ -156,23 +175,17 @@ class Names(Core):
         """Rename atomically. Durable on return inside streams and in class output; elsewhere the
         bytes of the source reach the log before the name does."""
         await self._admit(RESERVE if len(new_name) > len(name) else None)
-        source = self.namespace.child(parent, name)
-        target_ino = self.namespace.directory(new_parent).get(new_name)
-        target = self.namespace.get(target_ino) if target_ino is not None else None
-        self._check_rename(source, target, parent, new_parent, new_name, flags)
-        if source is target or (parent, name) == (new_parent, new_name):
-            return
+        ends = (parent, name, new_parent, new_name, flags)
+        source, target = self._ends(*ends)
         durable = self.syncs(source) or self._syncs_at(new_parent, new_name)
-        below = self._dirty_below(source)
-        if durable and below:
+        exchange = bool(flags & RENAME_EXCHANGE)
+        below = self._dirty_below(source, target if exchange else None)
+        if durable and source is not target and below:
             await self.committer.commit(below)
-            # The drain gave others their turn: look again.
-            source = self.namespace.child(parent, name)
-            target_ino = self.namespace.directory(new_parent).get(new_name)
-            target = self.namespace.get(target_ino) if target_ino is not None else None
-            self._check_rename(source, target, parent, new_parent, new_name, flags)
-            below = self._dirty_below(source)
-        for inode in below:
+            source, target = self._ends(*ends)  # others had their turn
+        if source is target:
+            return
+        for inode in self._dirty_below(source, target if exchange else None):
             self.committer.order(inode)
         if flags & RENAME_EXCHANGE:
             assert target is not None, "an exchange was checked to have both names"
@@ -185,6 +198,16 @@ class Names(Core):
         if durable:
             await self.committer.commit()
 
+    def _ends(
+        self, parent: int, name: bytes, new_parent: int, new_name: bytes, flags: int
+    ) -> tuple[Inode, Inode | None]:
+        """Return what a rename moves and what it meets. Raises FSError when it may not."""
+        source = self.namespace.child(parent, name)
+        ino = self.namespace.directory(new_parent).get(new_name)
+        target = self.namespace.get(ino) if ino is not None else None
+        self._check_rename(source, target, parent, new_parent, new_name, flags)
+        return source, target
+
     def _check_rename(
         self,
         source: Inode,
@@ -195,10 +218,14 @@ class Names(Core):
         flags: int,
     ) -> None:
         where = os.fsdecode(new_name)
+        if not self.namespace.get(new_parent).nlink:
+            raise FSError(errno.ENOENT, where, "its directory was removed")
         if flags & ~(RENAME_NOREPLACE | RENAME_EXCHANGE):
             raise FSError(errno.EINVAL, where, f"unknown rename flags {flags:#x}")
         if len(new_name) > layout.NAME_MAX:
             raise FSError(errno.ENAMETOOLONG, where)
+        if self.namespace.get(new_parent).nlink == 0:
+            raise FSError(errno.ENOENT, where, "its directory was removed")
         if flags & RENAME_NOREPLACE and target is not None:
             raise FSError(errno.EEXIST, where)
         if flags & RENAME_EXCHANGE and target is None:
@@ -282,27 +309,30 @@ class Names(Core):
 
     def _unlinked(self, inode: Inode, now_ns: int, names: int = 1) -> list[layout.Record]:
         """Return the records for a name less; the last one takes the bytes along, unless the
-        inode is open."""
+        inode is in use."""
         left = 0 if inode.is_dir else inode.nlink - names
+        if inode.is_dir:
+            self.retention.forget(inode)
         record = self.namespace.describe(inode)._replace(nlink=left, ctime_ns=now_ns)
         records: list[layout.Record] = [record]
-        if left == 0 and inode.handles == 0:
+        if left == 0 and not inode.in_use:
             self.committer.forget(inode)
             records.append(layout.FreeRecord(inode.ino))
         if left == 0:
-            records += self.retention.left(inode.generation, inode.ino)
+            records += self.left(inode)
         return records
 
     def syncs(self, inode: Inode) -> bool:
         """Whether close and rename of the inode return only when it is durable."""
-        within = bool(inode.generation)
+        within = bool(inode.generation) or inode.parent in self.retention.streams
         if inode.is_dir:
             within = self.retention.context(inode.ino).match is not None
         return self._rule(self.retention.policy_of(inode), within)
 
     def _syncs_at(self, parent: int, name: bytes) -> bool:
         context = self.retention.context(parent, name)
-        return self._rule(context.policy, context.match is not None)
+        within = context.match is not None or parent in self.retention.streams
+        return self._rule(context.policy, within)
 
     def _rule(self, policy: hints.Policy, within_stream: bool) -> bool:
         rule = self.options.commit if policy.commit is None else policy.commit
@@ -312,11 +342,16 @@ class Names(Core):
             return within_stream
         return policy.file_class is FileClass.OUTPUT
 
-    def _dirty_below(self, inode: Inode) -> list[Inode]:
+    def _dirty_below(self, *trees: Inode | None) -> list[Inode]:
+        """Return the dirty inodes of what is about to get a new name."""
         dirty = self.committer.dirty
-        if not inode.is_dir:
-            return [inode] if inode.ino in dirty else []
-        return [i for i in dirty.values() if self.namespace.below(i, inode.ino)]
+        found: dict[int, Inode] = {}
+        for top in trees:
+            if top is not None and top.is_dir:
+                found |= {i.ino: i for i in dirty.values() if self.namespace.below(i, top.ino)}
+            elif top is not None and top.ino in dirty:
+                found[top.ino] = top
+        return list(found.values())
 
     # Generations follow names
 
@@ -334,7 +369,7 @@ class Names(Core):
             generation, records = self.retention.assign(parent, name, again=False)
             if generation == inode.generation:
                 continue
-            left = self.retention.left(inode.generation, inode.ino)
+            left = self.left(inode)
             described = self.namespace.describe(inode)._replace(generation=generation)
             self.committer.log(*records, described, *left)
             self.retention.joined(inode)
@@ -347,16 +382,21 @@ class Names(Core):
             self.completed(self.retention.known(*new))
 
     def _files(self, inode: Inode, parent: int, name: bytes) -> Iterator[tuple[Inode, int, bytes]]:
-        if inode.is_file:
-            yield inode, parent, name
-        for child_name, ino in list((inode.entries or {}).items()):
-            yield from self._files(self.namespace.get(ino), inode.ino, child_name)
+        found = ((inode, parent, name), *self._below(inode))
+        return (one for one in found if one[0].is_file)
 
     def completed(self, generation: int) -> None:
-        """Evidence says that a generation is complete; the next round makes that durable."""
+        """Evidence says that a generation is complete. If its files do not speak against that, it
+        counts; the next round makes that durable, no sooner than the bytes of its files: a crash
+        must not leave a torn one that counts."""
         records = self.retention.complete(generation)
         if records:
+            for ino in self.retention.members.get(generation, set()) & self.committer.dirty.keys():
+                self.committer.order(self.namespace.get(ino))
             self.committer.log_each(records)
+        record = self.namespace.generations.get(generation)
+        if records and record is not None and record.state == State.COMPLETE:
+            self.committer.log_each(self.retention.overtaken(generation))
             self.lanes.close(generation)
             if self.retention.reapable(generation):
                 self.nursery.start_soon(self._reap, generation)
@@ -368,13 +408,20 @@ class Names(Core):
         """
         try:
             await self.committer.commit()
-            for retired in self.retention.reapable(generation):
-                for parent, name in self.retention.names_of(retired):
-                    log.info("reaping %s/%s", self.namespace.path(parent), os.fsdecode(name))
-                    self.remove_tree(parent, name)
-                    await self.reaped(parent, name)
+            due = frozenset(self.retention.reapable(generation))
+            # Asked anew each time: meanwhile a name may be another's, or a generation kept.
+            while (first := next(self._retired(generation, due), None)) is not None:
+                parent, name = first
+                log.info("reaping %s/%s", self.namespace.path(parent), os.fsdecode(name))
+                self.remove_tree(parent, name)
+                await self.reaped(parent, name)
         except RetainzError as error:
             log.warning("reaping is left to the next save: %s", error)
+
+    def _retired(self, generation: int, due: frozenset[int]) -> Iterator[tuple[int, bytes]]:
+        for retired in self.retention.reapable(generation):
+            if retired in due:
+                yield from self.retention.names_of(retired)
 
     async def reaped(self, parent: int, name: bytes) -> None:
         """A name is gone without anybody having asked; whoever caches names overrides this."""

@@ -135,6 +135,8 @@ class Namespace:
             if stat.S_ISDIR(record.mode):
                 inode.entries = {}
             self.next_ino = max(self.next_ino, record.ino + 1)
+        elif stat.S_IFMT(inode.mode) != stat.S_IFMT(record.mode):
+            raise ValueError(f"inode {record.ino} becomes another type of file")
         if inode.generation != record.generation and self.ledger is not None:
             self.ledger.regroup(inode, record.generation)
         if inode.is_dir and inode.parent != record.parent:
@@ -148,6 +150,8 @@ class Namespace:
         inode = self._known(record.ino)
         if inode is None:
             return
+        if record.size > _most(inode, layout.FILE_SIZE_MAX):
+            raise ValueError(f"inode {record.ino} is no file and has {record.size} bytes")
         if record.size < inode.size:
             self.cut(inode, record.size)
         inode.size = inode.logged_size = record.size
@@ -160,6 +164,8 @@ class Namespace:
     def _set_content(self, record: layout.ContentRecord) -> None:
         inode = self._known(record.ino)
         if inode is not None:
+            if len(record.data) > _most(inode, layout.INLINE_DATA_MAX):
+                raise ValueError(f"inode {record.ino} has {len(record.data)} bytes in its record")
             self.drop(inode, 0, 1)
             inode.content = inode.known_content = record.data
 
@@ -167,6 +173,8 @@ class Namespace:
         inode = self._known(record.ino)
         if inode is None:
             return
+        if not inode.is_file:
+            raise ValueError(f"inode {record.ino} is no file and has blocks")
         if not 0 < record.blocks <= record.length - record.first <= layout.RUN_BLOCKS_MAX:
             raise ValueError(f"an extent of inode {record.ino} leaves its run")
         inline = record.length <= layout.INLINE_SUMS_MAX
@@ -455,24 +463,12 @@ class Namespace:
         for name, ino in (inode.entries or {}).items():
             yield layout.LinkRecord(inode.ino, name, ino)
 
-    def check(self) -> Iterator[str]:
-        """Yield what contradicts itself, in a volume just replayed."""
-        if ROOT not in self.inodes:
-            yield "there is no root directory"
-        names: dict[int, int] = {}
-        for inode in self.inodes.values():
-            for name, ino in (inode.entries or {}).items():
-                names[ino] = names.get(ino, 0) + 1
-                if ino not in self.inodes:
-                    yield f"{self.path(inode.ino)}: name {name!r} leads to no inode"
-        for inode in self.inodes.values():
-            wanted = 2 + self._subdirectories(inode) if inode.is_dir else names.get(inode.ino, 0)
-            if inode.nlink and inode.nlink != wanted:
-                yield f"inode {inode.ino} counts {inode.nlink} links and has {wanted}"
 
-    def _subdirectories(self, inode: Inode) -> int:
-        children = (self.inodes.get(ino) for ino in (inode.entries or {}).values())
-        return sum(child is not None and child.is_dir for child in children)
+def _most(inode: Inode, of_file: int) -> int:
+    """Return how many bytes an inode can have, which are `of_file` for a regular file."""
+    if inode.is_file:
+        return of_file
+    return layout.SYMLINK_MAX if stat.S_ISLNK(inode.mode) else 0
 
 
 _FOREVER = 1 << 62  # a block behind every file

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from retainzfs.hints import FileClass
 from retainzfs.retention import State as Completion
-from retainzfs.zones import Kind, State, Zone
+from retainzfs.trouble import STATES
+from retainzfs.zones import LOST, Kind, State, Zone
 
 if TYPE_CHECKING:
     from retainzfs.volume import Volume
@@ -19,6 +20,7 @@ def statistics(volume: Volume) -> dict[str, Any]:
     totals = table.totals
     host = stream.written + volume.journal.appended
     states = [zone.state for zone in table.zones if zone.kind is not Kind.METADATA]
+    states += _stuck(volume).values()
     return {
         "target": volume.device.name,
         "uuid": volume.uuid.hex(),
@@ -35,6 +37,8 @@ def statistics(volume: Volume) -> dict[str, Any]:
             "open": states.count(State.OPEN),
             "active": states.count(State.OPEN) + states.count(State.CLOSED),
             "full": states.count(State.FULL),
+            "read_only": states.count(State.READ_ONLY),
+            "offline": states.count(State.OFFLINE),
             "reset_total": volume.reclaim.resets,
         },
         "write_amplification": host / volume.logical if volume.logical else None,
@@ -48,6 +52,8 @@ def statistics(volume: Volume) -> dict[str, Any]:
         "decision_us": volume.lanes.decision_us(),
         "write_errors": stream.write_errors,
         "checksum_errors": volume.reader.checksum_errors,
+        "read_errors": volume.reader.read_errors,
+        "scrub": volume.scrub.statistics(),
         "rolled_back_bytes": volume.rolled_back,
         "failed": None if volume.failed is None else str(volume.failed),
         "classes": _classes(volume),
@@ -88,12 +94,18 @@ def _streams(volume: Volume) -> list[dict[str, Any]]:
     return rows
 
 
+def _stuck(volume: Volume) -> dict[int, State]:
+    """Return those of the journal's zones that it can no longer write."""
+    return {zone: STATES[condition] for zone, condition in volume.journal.stuck().items()}
+
+
 def zone_map(volume: Volume) -> list[dict[str, Any]]:
     """Return `zones --json`, one entry a zone; the journal's zones are of class `metadata`."""
-    return [_zone(volume, zone) for zone in volume.table.zones]
+    stuck = _stuck(volume)
+    return [_zone(volume, zone, stuck.get(zone.index, zone.state)) for zone in volume.table.zones]
 
 
-def _zone(volume: Volume, zone: Zone) -> dict[str, Any]:
+def _zone(volume: Volume, zone: Zone, state: State) -> dict[str, Any]:
     retire = [volume.retention.retire_of(g) for g in zone.live]
     finite = [r for r in retire if math.isfinite(r)]
     metadata = zone.kind is Kind.METADATA
@@ -102,11 +114,11 @@ def _zone(volume: Volume, zone: Zone) -> dict[str, Any]:
         current = volume.journal.chain.get(volume.journal.position) == zone.index
         used = volume.journal.write_pointer if current else zone.capacity
     empty = zone.state is State.EMPTY and not used
+    if used and state not in LOST:
+        state = State.FULL if used == zone.capacity else State.OPEN
     return {
         "index": zone.index,
-        "condition": ("full" if used == zone.capacity else "open")
-        if used
-        else zone.state.name.lower(),
+        "condition": state.name.lower(),
         "class": "metadata" if metadata else None if empty else zone.kind.name.lower(),
         "write_pointer": used or zone.write_pointer,
         "capacity": zone.capacity,
@@ -131,6 +143,7 @@ METRICS = (
     ("commit_rounds_total", "counter", "Commit rounds", "commit_rounds"),
     ("write_errors_total", "counter", "Writes that the device refused", "write_errors"),
     ("checksum_errors_total", "counter", "Reads that failed their checksum", "checksum_errors"),
+    ("read_errors_total", "counter", "Reads that the device refused", "read_errors"),
 )
 
 
@@ -145,7 +158,7 @@ def metrics(volume: Volume) -> str:
             f"retainzfs_{name} {told[key]}",
         ]
     lines += ["# HELP retainzfs_zones Zones by state.", "# TYPE retainzfs_zones gauge"]
-    for state in ("empty", "open", "active", "full"):
+    for state in ("empty", "open", "active", "full", "read_only", "offline"):
         lines.append(f'retainzfs_zones{{state="{state}"}} {told["zones"][state]}')
     lines += [
         "# HELP retainzfs_zone_resets_total Zones reset.",

@@ -3,42 +3,50 @@
 from __future__ import annotations
 
 import errno
-from collections import OrderedDict
+import logging
+from collections.abc import Callable
 
-from retainzfs import errors, layout
-from retainzfs._zio import crc32c
+from retainzfs import errors
 from retainzfs.device import Device
-from retainzfs.errors import FSError
-from retainzfs.layout import BLOCK, INLINE_SUMS_MAX
-from retainzfs.namespace import Extent, Inode, Namespace, Run
-from retainzfs.zones import ZoneTable
+from retainzfs.errors import Unreadable
+from retainzfs.extents import BadBlocks, Damage, StoredRuns, damages, missing, reason
+from retainzfs.layout import BLOCK
+from retainzfs.namespace import Extent, Inode, Namespace
+from retainzfs.trouble import Trouble
+from retainzfs.zones import Zone, ZoneTable
 
-SUMS_CACHED = 1024  # trailers kept, 4 KiB each
+log = logging.getLogger(__name__)
+
+TOLD_MAX = 1 << 16  # damaged blocks that are remembered as told, 100 bytes each; then they repeat
 
 
 class Reader:
     """Readers take no lock: what a run's bytes are never changes once they are on the device, and
     the zone is pinned while it is being read."""
 
-    def __init__(self, device: Device, table: ZoneTable, namespace: Namespace) -> None:
-        self.device = device
+    def __init__(
+        self, device: Device, table: ZoneTable, namespace: Namespace, trouble: Trouble
+    ) -> None:
         self.table = table
         self.namespace = namespace
+        self.trouble = trouble
+        self.stored = StoredRuns(device)
         self.checksum_errors = 0
-        self._sums: OrderedDict[tuple[int, int, int], bytes] = OrderedDict()
+        self.read_errors = 0
+        self._told: set[tuple[str, int, int]] = set()  # path, zone, block
+        self.left: Callable[[], None] = lambda: None  # called when a dead zone is read no more
 
     async def read(self, inode: Inode, offset: int, size: int) -> memoryview:
-        """Return up to `size` bytes; fewer at the end of the file. Raises FSError(EIO)."""
+        """Return up to `size` bytes; fewer at the end of the file. Raises Unreadable."""
         size = min(size, inode.size - offset)
         if size <= 0:
             return memoryview(b"")
         first, last = offset // BLOCK, -(-(offset + size) // BLOCK)
         skip = offset - first * BLOCK
         extents = list(inode.spans(first, last))
-        if any(e.run.failed for e in extents):
-            raise FSError(
-                errno.EIO, self.namespace.path(inode.ino), "its bytes could not be written"
-            )
+        for extent in extents:
+            if extent.run.failed:
+                raise self._unreadable(inode, extent, [missing(extent.run)])
         if (
             len(extents) == 1
             and extents[0].blocks == last - first
@@ -49,7 +57,7 @@ class Reader:
             try:
                 return (await self.fetch(inode, extents[0]))[skip : skip + size]
             finally:
-                self.table.unpin(zone)
+                self._unpin(zone)
         out = bytearray((last - first) * BLOCK)
         if first == 0 and inode.content and not (extents and extents[0].block == 0):
             out[: len(inode.content)] = inode.content
@@ -76,45 +84,50 @@ class Reader:
                 out[at : at + extent.blocks * BLOCK] = await self.fetch(inode, extent)
         finally:
             for extent in stored:
-                self.table.unpin(self.table[extent.run.zone])
+                self._unpin(self.table[extent.run.zone])
+
+    def _unpin(self, zone: Zone) -> None:
+        self.table.unpin(zone)
+        if zone.dead and not zone.pins:
+            self.left()
 
     async def fetch(self, inode: Inode, extent: Extent) -> memoryview:
+        """Return an extent's bytes from the device. Raises Unreadable."""
         run = extent.run
         try:
-            sums = await self._checksums(run)
-            wanted = sums[extent.first * 4 : (extent.first + extent.blocks) * 4]
-            at = (run.start + extent.first) * BLOCK
-            return await self.device.read(run.zone, at, extent.blocks * BLOCK, wanted)
+            return await self.stored.read(run, extent.first, extent.blocks)
         except errors.RetainzError as error:
-            self.checksum_errors += isinstance(error, errors.ChecksumError)
-            raise FSError(
-                errno.EIO,
-                self.namespace.path(inode.ino),
-                f"cannot read bytes {extent.block * BLOCK} to {extent.end * BLOCK}: {error}",
-            ) from error
+            if isinstance(error, errors.ChecksumError):
+                self.checksum_errors += 1
+            else:
+                self.read_errors += 1
+                self.trouble.unreadable(self.table[run.zone], error)
+            if isinstance(self.trouble.stopped, errors.DeviceGone):
+                raise self.trouble.stopped.with_traceback(None) from None
+            bad = await self.stored.bad_blocks(run, extent.first, extent.blocks)
+            # A device may fail once and then read; the caller has its error all the same.
+            bad = bad or [BadBlocks(extent.first, extent.blocks, reason(error))]
+            raise self._unreadable(inode, extent, bad) from error
 
-    async def _checksums(self, run: Run) -> bytes:
-        """Return the run's checksums, 4 bytes a block."""
-        if run.length <= INLINE_SUMS_MAX:
-            return run.sums
-        key = (run.zone, run.epoch, run.start)
-        sums = self._sums.get(key)
-        if sums is None:
-            at = (run.start + run.length) * BLOCK
-            trailer = await self.device.read(run.zone, at, BLOCK)
-            if crc32c(trailer) != int.from_bytes(run.sums, "little"):
-                raise errors.ChecksumError(self.device.name, run.zone, at)
-            head = layout.TRAILER_HEADER.size
-            sums = bytes(trailer[head : head + run.length * 4])
-            self.remember(key, sums)
-        else:
-            self._sums.move_to_end(key)
-        return sums
+    def _unreadable(self, inode: Inode, extent: Extent, bad: list[BadBlocks]) -> Unreadable:
+        path = self.namespace.path(inode.ino)
+        found = list(damages(path, [extent], bad))
+        for damage in found:
+            self.tell(damage)
+        start, end = found[0].start, found[-1].end
+        return Unreadable(errno.EIO, path, f"bytes {start} to {end}: {found[0].reason}")
 
-    def remember(self, key: tuple[int, int, int], sums: bytes) -> None:
-        self._sums[key] = sums
-        if len(self._sums) > SUMS_CACHED:
-            self._sums.popitem(last=False)
+    def tell(self, damage: Damage) -> None:
+        """Log damage, once: the kernel asks for the pages of a failed read again one by one."""
+        first = damage.block
+        blocks = range(first, first + (damage.end - damage.start) // BLOCK)
+        places = {(damage.path, damage.zone, block) for block in blocks}
+        if places <= self._told:
+            return
+        if len(self._told) > TOLD_MAX:
+            self._told.clear()
+        self._told |= places
+        log.error("%s", damage)
 
     async def block(self, inode: Inode, block: int) -> bytearray:
         """Return one block as the file has it, zeros behind its end."""

@@ -10,12 +10,13 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, AsyncExitStack
 
 import trio
 
-from retainzfs import errors, layout
+from retainzfs import errors, failpoints, layout
 from retainzfs.committer import Committer
-from retainzfs.device import Device
+from retainzfs.device import Condition, Device
 from retainzfs.lanes import Lane, Lanes, stored, usable
 from retainzfs.layout import BLOCK, INLINE_SUMS_MAX, RUN_BLOCKS_MAX
 from retainzfs.namespace import Extent, Inode, Namespace
@@ -40,21 +41,26 @@ class Reclaim:
         namespace: Namespace,
         committer: Committer,
         now_s: Callable[[], float],
+        kept: Callable[[Inode], AbstractContextManager[None]],
     ) -> None:
         self.device = device
         self.lanes = lanes
         self.table = lanes.table
+        self.trouble = lanes.trouble
         self.stream = stream
         self.namespace = namespace
         self.committer = committer
         self.now_s = now_s
+        self.kept = kept  # keeps an inode from being freed
         self.resets = 0
         self.collections = 0
         self.copied = 0  # bytes
-        # Zone → its resets and live bytes when something in it could not be moved: damaged bytes.
+        # Zone → its resets and live bytes when it could not be emptied: damaged bytes.
         self._stubborn: dict[int, tuple[int, int]] = {}
         self._resetting = trio.Lock()
         self._collecting = trio.Lock()
+        self._draining = False
+        self._left: dict[int, int] = {}  # zone → live bytes that draining could not move
 
     async def reset_dead(self) -> int:
         """Reset every zone that may be; return how many."""
@@ -62,18 +68,49 @@ class Reclaim:
             zones = self.table.resettable(self.committer.durable_round)
             for zone in zones:
                 self.table.seal(zone)  # nobody is offered its tail while it is being reset
-            if zones:
-                await self._reset(zones)
-        return len(zones)
+            return await self._reset(zones) if zones else 0
 
-    async def _reset(self, zones: list[Zone]) -> None:
-        await self.device.reset([zone.index for zone in zones])
-        for zone in zones:
+    async def _reset(self, zones: list[Zone]) -> int:
+        """Reset dead zones and return how many it became; the others are read-only then."""
+        async with AsyncExitStack() as turns:
+            for zone in zones:
+                await turns.enter_async_context(self.lanes.turn(zone))
+            failpoints.reach("reset-before")
+            try:
+                await self.device.reset([zone.index for zone in zones])
+                done = zones
+            except errors.RetainzError as error:
+                done = await self._reset_singly(zones, error)
+            failpoints.reach("reset-after")
+        for zone in done:
             self.table.reset(zone)
             self.namespace.runs.pop(zone.index, None)
             self.committer.log(layout.ZoneRecord(zone.index, zone.epoch))
-        self.resets += len(zones)
+        self.resets += len(done)
         self.lanes.changed()
+        return len(done)
+
+    async def _reset_singly(self, zones: list[Zone], error: errors.RetainzError) -> list[Zone]:
+        """A reset of zones failed: do what is left of it one by one, and return those that were
+        reset. Which they are tells the zone report, not the error."""
+        self.trouble.met(error)
+        done = []
+        for zone in zones:
+            if self.trouble.stopped is not None:
+                break
+            if not self._is_reset(zone):
+                try:
+                    await self.device.reset([zone.index])
+                except errors.RetainzError as again:
+                    self.trouble.met(again)
+            if self._is_reset(zone):
+                done.append(zone)
+            else:
+                self.trouble.retire(zone)
+        return done
+
+    def _is_reset(self, zone: Zone) -> bool:
+        return self.device.report()[zone.index].condition is Condition.EMPTY
 
     async def make_room(self, kind: Kind, nbytes: int) -> None:
         """Return when `nbytes` may be staged for a kind of zone. Raises NoSpace.
@@ -93,6 +130,9 @@ class Reclaim:
                 if self.lanes.holds(nbytes):
                     return
                 if commits == SETTLE:
+                    if any(zone.dead and zone.pins for zone in self.table.zones):
+                        await self.lanes.change()  # who reads there will soon be done
+                        continue
                     raise errors.NoSpace(
                         f"{nbytes} bytes wanted; delete files, or wait for generations to retire"
                     )
@@ -108,12 +148,56 @@ class Reclaim:
         waiting = sum(self.stream.staged().values())
         return self._usable() + gains < waiting + nbytes + self.table.capacity
 
+    def drainable(self) -> bool:
+        """Whether `drain` has something to do and nobody does it."""
+        return not self._draining and self._to_drain() is not None
+
+    async def drain(self) -> None:
+        """Move what lives in read-only zones elsewhere, while there is room that nobody needs."""
+        self._draining = True
+        try:
+            while self._to_drain() is not None:
+                async with self._collecting:  # writers that wait for room have it between two zones
+                    await self._drain_one()
+        finally:
+            self._draining = False
+
+    def _to_drain(self) -> Zone | None:
+        if self.committer.failed is not None:
+            return None
+        stuck = [z for z in self.table.stuck() if self._left.get(z.index) != z.live_bytes]
+        if not stuck:
+            return None
+        # Copies take fresh zones. One more than they need stays, beside the emergency zone.
+        room = self.lanes.room(Kind.COLLECTION) * BLOCK - self.table.capacity
+        return next((z for z in stuck if stored(z.live_bytes) <= room), None)
+
+    async def _drain_one(self) -> bool:
+        zone = self._to_drain()
+        if zone is None:
+            return False
+        lane = self.lanes.lane(COPIES - zone.kind, zone.kind, copies=True)
+        self.lanes.copying = True
+        try:
+            moved, _ = await self._move_all(zone, lane)
+            await self.committer.commit(moved)
+        finally:
+            self.lanes.copying = self.table.lent = False
+        self._adopt(zone.kind)
+        self._left[zone.index] = zone.live_bytes
+        return True
+
     async def collect(self) -> dict[str, int]:
-        """Reclaim now: reset what is dead, then copy while that frees whole zones."""
+        """Reclaim now: reset what is dead, drain read-only zones, then copy while that frees
+        whole zones."""
         before = (self.resets, self.copied)
+        self.trouble.look_at_all()
+        self._left.clear()
         async with self._collecting:
             await self.committer.commit()
             await self.reset_dead()
+            while await self._drain_one():
+                pass
             for _ in range(len(self.table.zones)):
                 victim = self._victim()
                 if victim is None or victim.live_bytes > victim.capacity // 2:
@@ -152,7 +236,10 @@ class Reclaim:
         ]
 
     async def _collect_one(self) -> bool:
-        """Try to empty the best victim; False when there is none that gains space."""
+        """Try to empty the best victim; False when there is none that gains space.
+
+        A zone that cannot be emptied is tried again only when something in it has changed.
+        """
         self.lanes.copying = True
         try:
             if self.lanes.spare() < 0:
@@ -171,11 +258,20 @@ class Reclaim:
         if victim.active:
             # Its own tail is no destination, and the copies may need its slot.
             await self.lanes.finish(victim)
+            if victim.epoch != epoch:
+                return  # its last bytes died meanwhile
         kind = victim.kind
         lane = self.lanes.lane(COPIES - victim.kind, victim.kind, copies=True)
-        moved = await self._move_all(victim, lane)
+        moved, stuck = await self._move_all(victim, lane)
+        failpoints.reach("relocate-staged")
         self.collections += 1
+        if stuck:
+            log.warning(
+                "zone %d cannot be emptied: bytes in it cannot be read; delete their files",
+                victim.index,
+            )
         await self.committer.commit(moved)
+        failpoints.reach("relocate-committed")
         for _ in range(SETTLE):
             await self.reset_dead()
             if victim.epoch != epoch or not victim.dead:
@@ -217,24 +313,31 @@ class Reclaim:
             room += self.table.capacity // BLOCK
         return blocks + trailers <= room
 
-    async def _move_all(self, victim: Zone, lane: Lane) -> list[Inode]:
+    async def _move_all(self, victim: Zone, lane: Lane) -> tuple[list[Inode], bool]:
+        """Return the inodes whose bytes were moved, and whether some bytes had to stay."""
         moved: dict[int, Inode] = {}
+        stuck = False
         for run in list(self.namespace.runs.get(victim.index, {}).values()):
             for ino in list(run.owners):
                 inode = self.namespace.inodes.get(ino)
-                if inode is None or inode.error is not None:
+                if inode is None or run.failed:
                     continue
-                async with self.stream.stage(inode).lock:
-                    for extent in [e for e in inode.extents if e.run is run]:
-                        await self._move(inode, extent, lane)
-                    moved[ino] = inode
-        return list(moved.values())
+                if inode.error is not None:
+                    stuck = True
+                    continue
+                with self.kept(inode):
+                    async with self.stream.stage(inode).lock:
+                        for extent in [e for e in inode.extents if e.run is run]:
+                            stuck |= not await self._move(inode, extent, lane)
+                moved[ino] = inode
+        return list(moved.values()), stuck
 
-    async def _move(self, inode: Inode, extent: Extent, lane: Lane) -> None:
+    async def _move(self, inode: Inode, extent: Extent, lane: Lane) -> bool:
+        """Return False for bytes that cannot be read: they stay, and their file answers EIO."""
         try:
             if await self.stream.rewrite(inode, extent, lane):
                 self.copied += extent.blocks * BLOCK
                 self.committer.touch(inode)
-        except errors.RetainzError as error:
-            # Damaged bytes stay where they are: their file answers EIO, the others move on.
-            log.error("collection leaves damaged bytes in place: %s", error)
+        except errors.Unreadable:
+            return False
+        return True

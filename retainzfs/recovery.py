@@ -11,25 +11,15 @@ import stat
 from collections import Counter
 from dataclasses import dataclass
 
-from retainzfs import errors, journal, layout
+from retainzfs import consistency, errors, journal, layout
 from retainzfs.device import Condition, Device, ZoneReport
 from retainzfs.layout import BLOCK, BatchKind
 from retainzfs.namespace import ROOT, Inode, Namespace
 from retainzfs.retention import Retention
-from retainzfs.zones import Kind, State, ZoneTable
+from retainzfs.trouble import STATES
+from retainzfs.zones import Kind, ZoneTable
 
 log = logging.getLogger(__name__)
-
-STATES = {
-    Condition.NOT_WP: State.OFFLINE,
-    Condition.EMPTY: State.EMPTY,
-    Condition.IMPLICIT_OPEN: State.OPEN,
-    Condition.EXPLICIT_OPEN: State.OPEN,
-    Condition.CLOSED: State.CLOSED,
-    Condition.READ_ONLY: State.READ_ONLY,
-    Condition.FULL: State.FULL,
-    Condition.OFFLINE: State.OFFLINE,
-}
 
 
 @dataclass(slots=True)
@@ -39,6 +29,7 @@ class Recovered:
     clock_s: float
     clean: bool
     rolled_back: int  # bytes of the log's torn tail
+    fallback: str  # what is damaged in newer snapshots than the one that was read, else empty
     orphans: list[int]  # inodes whose last name was removed while they were open
 
 
@@ -52,7 +43,13 @@ async def format_volume(device: Device, uuid: bytes, now_ns: int) -> None:
     superblock = layout.Superblock(
         uuid, geometry.zone_size, geometry.zone_capacity, geometry.zone_count, reserved, 0, 1, 0
     )
-    used = [z.index for z in device.report() if z.condition is not Condition.EMPTY]
+    report = device.report()
+    for zone in report[:reserved]:
+        if zone.condition in journal.STUCK:
+            what = f"zone {zone.index} is {zone.condition.name.lower()}, and is needed for metadata"
+            raise errors.BadGeometry(device.name, what)
+    keep = (Condition.EMPTY, *journal.STUCK)
+    used = [zone.index for zone in report if zone.condition not in keep]
     if used:
         await device.reset(used)
     root = layout.InodeRecord(
@@ -72,7 +69,15 @@ async def format_volume(device: Device, uuid: bytes, now_ns: int) -> None:
 
 
 async def recover(device: Device) -> Recovered:
-    """Replay the newest snapshot and its log. Raises ForeignTarget, NewerFormat, Damaged."""
+    """Replay the newest whole snapshot and its log. Raises ForeignTarget, NewerFormat, Damaged."""
+    recovered = await load(device)
+    for problem in consistency.check(recovered.namespace):
+        raise errors.Damaged(device.name, problem)
+    return recovered
+
+
+async def load(device: Device) -> Recovered:
+    """Do what `recover` does for a namespace that may contradict itself."""
     replay, chain, end = await journal.scan(device)
     namespace = Namespace(device.name)
     namespace.lenient = True
@@ -82,13 +87,17 @@ async def recover(device: Device) -> Recovered:
     namespace.lenient = False
     _replay(namespace, replay.log[len(fuzzy) :], device.name)
     namespace.trim()
-    for problem in namespace.check():
-        raise errors.Damaged(device.name, problem)
     log_journal = journal.Journal(device, replay.superblock)
     log_journal.resume(replay, chain, end)
     orphans = [i.ino for i in namespace.inodes.values() if i.nlink == 0]
     return Recovered(
-        log_journal, namespace, replay.clock_s, replay.clean, replay.rolled_back, orphans
+        log_journal,
+        namespace,
+        replay.clock_s,
+        replay.clean,
+        replay.rolled_back,
+        "; ".join(map(str, replay.gaps)),
+        orphans,
     )
 
 
@@ -115,7 +124,8 @@ def rebuild_table(device: Device, namespace: Namespace, retention: Retention) ->
         geometry.max_open,
         range(reserved),
     )
-    live = _live(device, namespace)
+    _mark_lost(device, namespace)
+    live = _live(namespace)
     for report in device.report()[reserved:]:
         zone = table[report.index]
         shares = live.get(report.index, {})
@@ -137,36 +147,43 @@ def _kind(retention: Retention, generation: int, inode: Inode) -> Kind:
     return retention.hint_of(generation).kind if generation else retention.kind_of(inode)
 
 
-def _live(device: Device, namespace: Namespace) -> dict[int, dict[tuple[int, Inode], int]]:
-    """Return zone → {(generation, an inode of it) → live bytes}; mark runs that are not there."""
-    reports = device.report()
+def _live(namespace: Namespace) -> dict[int, dict[tuple[int, Inode], int]]:
+    """Return zone → {(generation, an inode of it) → live bytes}."""
     live: dict[int, dict[tuple[int, Inode], int]] = {}
     sample: dict[int, Inode] = {}
     for inode in namespace.inodes.values():
         for extent in inode.extents:
-            run = extent.run
-            current = run.epoch == namespace.zone_epochs.get(run.zone, 0)
-            end = (run.start + run.blocks) * BLOCK
-            if run.failed or not current or not _present(reports, run.zone, end):
-                if not run.failed:
-                    log.error(
-                        "%s: zone %d does not hold bytes that the journal knows; reads fail",
-                        namespace.path(inode.ino),
-                        run.zone,
-                    )
-                run.failed = True
+            if extent.run.failed:
                 continue
             key = inode if not inode.generation else sample.setdefault(inode.generation, inode)
-            shares = live.setdefault(run.zone, {})
+            shares = live.setdefault(extent.run.zone, {})
             share = (inode.generation, key)
             shares[share] = shares.get(share, 0) + extent.blocks * BLOCK
     return live
 
 
-def _present(reports: list[ZoneReport], zone: int, end: int) -> bool:
-    if zone >= len(reports):
-        return False
-    report = reports[zone]
-    if report.condition in (Condition.FULL, Condition.READ_ONLY, Condition.OFFLINE):
-        return end <= report.capacity
-    return end <= report.write_pointer
+def _mark_lost(device: Device, namespace: Namespace) -> None:
+    """Mark the runs that a zone does not hold, or not for them alone: reads of them fail."""
+    reports = device.report()
+    data = range(journal.metadata_zones(len(reports)), len(reports))
+    for index, runs in namespace.runs.items():
+        epoch = namespace.zone_epochs.get(index, 0)
+        limit = written(reports[index]) if index in data else 0
+        at = 0
+        for run in sorted(runs.values(), key=lambda run: run.start):
+            end = run.start + run.blocks
+            if run.epoch == epoch and at <= run.start and end * BLOCK <= limit and run.single:
+                at = end
+                continue
+            run.failed = True
+            log.error(
+                "%s: zone %d does not hold bytes that the journal knows; reads fail",
+                ", ".join(map(namespace.path, run.owners)),
+                index,
+            )
+
+
+def written(report: ZoneReport) -> int:
+    """Return the bytes of a zone that may have been written."""
+    whole = (Condition.FULL, Condition.READ_ONLY, Condition.OFFLINE)
+    return report.capacity if report.condition in whole else report.write_pointer

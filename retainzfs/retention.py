@@ -69,6 +69,7 @@ class Retention:
         self.members: dict[int, set[int]] = {}  # generation id → inodes
         self.announced: dict[int, dict[int, int]] = {}  # generation id → inode → promised size
         self.reasons: dict[int, str] = {}  # generation id → why it does not count as complete
+        self.claimed: set[int] = set()  # generations that count once the last writer has closed
         self._contexts: dict[int, tuple[int, Context]] = {}
         self._unit: float | None = None
 
@@ -85,8 +86,8 @@ class Retention:
                 self.reasons[record.generation] = "it was not complete at the last unmount"
             if record.order:
                 self._learn(stream, record)
-                members = self.members.get(record.generation, ())
-                self._measure(stream, [self.namespace.get(i) for i in members])
+            if record.state == State.COMPLETE:
+                self._measure(stream, self._members(record.generation))
 
     def stream(self, ino: int) -> Stream:
         return self.streams.setdefault(ino, Stream(ino))
@@ -105,6 +106,8 @@ class Retention:
         return Context(base.policy, base.chain, match, stream, base.names)
 
     def _of_directory(self, ino: int) -> Context:
+        if ino not in self.namespace.inodes:
+            ino = ROOT  # the directory of a file's newest name may be gone before the file
         cached = self._contexts.get(ino)
         version = self.namespace.version
         if cached is not None and cached[0] == version:
@@ -135,10 +138,7 @@ class Retention:
 
     def policy_of(self, inode: Inode) -> hints.Policy:
         """Return the policy of an inode, its own attributes included."""
-        directory = inode.ino if inode.is_dir else inode.parent
-        if directory not in self.namespace.inodes:
-            directory = ROOT  # an open file whose directory was removed
-        base = self._of_directory(directory)
+        base = self._of_directory(inode.ino if inode.is_dir else inode.parent)
         if inode.is_dir or not inode.xattrs:
             return base.policy
         chain = [inode.xattrs, *(self.namespace.get(i).xattrs or {} for i in base.chain)]
@@ -180,7 +180,7 @@ class Retention:
             record = self.namespace.generations[known]
             whole = record.state == State.COMPLETE and context.match.is_directory
             if again and record.state != State.WRITING and not whole:
-                return known, [record._replace(state=State.WRITING)]
+                return known, [self._writing(record)]
             return known, []
         record = self._born(context.stream, context.match.number, context.policy)
         stream.numbers[record.number] = record.generation
@@ -234,6 +234,7 @@ class Retention:
         del self.members[generation]
         self.announced.pop(generation, None)
         self.reasons.pop(generation, None)
+        self.claimed.discard(generation)
         record = self.namespace.generations.get(generation)
         if record is None:
             return []
@@ -247,12 +248,21 @@ class Retention:
     # Completion
 
     def complete(self, generation: int) -> list[layout.Record]:
-        """There is strong evidence that the generation is complete: it counts from now on."""
+        """There is strong evidence that the generation is complete: it counts from now on.
+
+        Not if one of its files speaks against that; and not yet if one is still being written.
+        """
         record = self.namespace.generations.get(generation)
         if record is None or record.state == State.COMPLETE:
             return []
         stream = self.stream(record.stream)
-        members = [self.namespace.get(i) for i in self.members.get(generation, ())]
+        members = self._members(generation)
+        doubts = [inode.doubt for inode in members if inode.doubt]
+        if doubts:
+            return self.incomplete(generation, doubts[0])
+        if any(i.is_being_written and not hints.is_tracker(i.name) for i in members):
+            self.claimed.add(generation)
+            return []
         again = record.order > 0  # saved anew, or one more of its files: no new interval
         record = record._replace(
             state=State.COMPLETE,
@@ -266,15 +276,42 @@ class Retention:
             self._learn(stream, record)
         self._measure(stream, members)
         self.reasons.pop(generation, None)
+        self.claimed.discard(generation)
         return [record, *self._refreshed(stream, record)]
 
     def incomplete(self, generation: int, reason: str) -> list[layout.Record]:
         """Something speaks against the generation being complete: it does not count."""
         record = self.namespace.generations.get(generation)
-        if record is None or record.state != State.WRITING:
+        if record is None:
             return []
+        self.claimed.discard(generation)
         self.reasons[generation] = reason
-        return [record._replace(state=State.INCOMPLETE)]
+        known = record.state == State.INCOMPLETE
+        return [] if known else [record._replace(state=State.INCOMPLETE)]
+
+    def vouched(self, generation: int) -> None:
+        """Somebody who must know says that the files are whole, whatever we have seen."""
+        for inode in self._members(generation):
+            inode.doubt, inode.missing = "", None
+            inode.judged = inode.writes
+
+    def _members(self, generation: int) -> list[Inode]:
+        return [self.namespace.get(ino) for ino in self.members.get(generation, ())]
+
+    def _writing(self, record: layout.GenerationRecord) -> layout.GenerationRecord:
+        self.reasons.pop(record.generation, None)
+        self.claimed.discard(record.generation)
+        return record._replace(state=State.WRITING)
+
+    def overtaken(self, generation: int) -> Iterator[layout.Record]:
+        """The generation was completed; an older save that nobody works at any more has failed."""
+        stream = self.stream(self.namespace.generations[generation].stream)
+        for older in stream.numbers.values():
+            record = self.namespace.generations[older]
+            if older >= generation or record.state != State.WRITING:
+                continue
+            if not any(inode.handles for inode in self._members(older)):
+                yield from self.incomplete(older, "a newer one was completed before it")
 
     def _measure(self, stream: Stream, members: list[Inode]) -> None:
         """Learn the sizes of single files, to judge those of the next generation by."""
@@ -286,11 +323,13 @@ class Retention:
                     stream.stems[match.stem] = inode.size
 
     def reopened(self, inode: Inode) -> list[layout.Record]:
-        """A file that had bytes is about to change: its generation is being written again."""
-        record = self.namespace.generations.get(inode.generation)
-        if record is None or record.state != State.COMPLETE or not inode.size:
+        """A file that had been closed is about to change: its generation is being written again."""
+        if inode.judged != inode.writes:
             return []
-        return [record._replace(state=State.WRITING)]
+        record = self.namespace.generations.get(inode.generation)
+        if record is None or record.state == State.WRITING:
+            return []
+        return [self._writing(record)]
 
     def unmarked(self, directory: int, name: bytes) -> list[layout.Record]:
         """A name is being removed; without its marker a generation counts no longer."""
@@ -350,21 +389,17 @@ class Retention:
         stated = [p for p in policies if p.anchor] or [p for p in policies if p.retire is not None]
         return (stated or policies)[0]
 
-    def judge(
-        self, inode: Inode, stem: bytes, finding: hints.Finding, *, failed: bool
-    ) -> tuple[bool, str]:
-        """Whether a single-file generation that was just closed is complete, and why."""
-        if failed:
-            return False, "a write to it failed"
+    def judge(self, inode: Inode, stem: bytes, finding: hints.Finding) -> str:
+        """What speaks against a single file that was just closed being whole; "" if nothing."""
         if finding.verdict is hints.Verdict.OK:
-            return True, finding.reason
+            return ""
         if finding.verdict is hints.Verdict.BROKEN:
-            return False, finding.reason
+            return finding.reason
         record = self.namespace.generations[inode.generation]
         learned = self.stream(record.stream).stems.get(stem, 0)
         if inode.size and inode.size >= SIZE_EVIDENCE * learned:
-            return True, "closed, and as long as the one before"
-        return False, f"{inode.size} bytes, the one before had {learned}"
+            return ""
+        return f"{inode.size} bytes, the one before had {learned}"
 
     def marked(self, directory: int, name: bytes) -> bool:
         """Whether a file of this name completes the generation that it is directly inside."""

@@ -64,9 +64,10 @@ def kernel_time_ns() -> int:
     return time.clock_gettime_ns(CLOCK_REALTIME_COARSE)
 
 
-async def serve(setup: Setup, ready: Callable[[], None]) -> None:
+async def serve(setup: Setup, ready: Callable[[], None]) -> bool:
     """Mount and serve until the mount is gone; `ready` is called when it answers.
 
+    Returns whether the volume could write to its end; the log has told why not.
     Raises RetainzError when the mount could not be made or the last commit failed. Any other
     exception is a mistake, with the mount dead and still there.
     """
@@ -75,11 +76,12 @@ async def serve(setup: Setup, ready: Callable[[], None]) -> None:
         await device.start()
         if is_memory(setup.target):
             await mkfs.format_started(device)
-        refused = await _serve_device(device, setup, ready)
+        wrong = await _serve_device(device, setup, ready)
     finally:
         await device.aclose()
-    if refused is not None:
-        raise refused
+    if isinstance(wrong, MountError):
+        raise wrong
+    return wrong is None
 
 
 async def _opened(target: str) -> Device:
@@ -97,8 +99,9 @@ async def _opened(target: str) -> Device:
 
 async def _serve_device(
     device: Device, setup: Setup, ready: Callable[[], None]
-) -> MountError | None:
-    """Return why there was no mount; an exception would not end the volume cleanly."""
+) -> RetainzError | None:
+    """Return why there was no mount (MountError), or what has stopped the volume. An exception from
+    within would not end it cleanly."""
     session = False
     try:
         async with ServedVolume.mounted(device, setup.options) as volume:
@@ -109,10 +112,10 @@ async def _serve_device(
                 return error
             session = True
             await _serve_mount(fs, setup, ready)
+        return volume.failed
     finally:
         if session:
             pyfuse3.close(unmount=False)
-    return None
 
 
 def _mount(fs: Filesystem, setup: Setup) -> None:

@@ -13,7 +13,6 @@ Invariants
 
 from __future__ import annotations
 
-import logging
 from collections import OrderedDict
 from collections.abc import Awaitable
 
@@ -21,14 +20,12 @@ import trio
 
 from retainzfs import errors, layout
 from retainzfs._zio import Slot
-from retainzfs.device import Condition, Device, Sums
+from retainzfs.device import Device, Sums
 from retainzfs.lanes import Lane, Lanes, Place
 from retainzfs.layout import BLOCK, INLINE_DATA_MAX, INLINE_SUMS_MAX, RUN_BLOCKS_MAX
 from retainzfs.namespace import Extent, Inode, Namespace, Run
 from retainzfs.reader import Reader
-from retainzfs.zones import Kind, State, Zone
-
-log = logging.getLogger(__name__)
+from retainzfs.zones import Kind
 
 SLOT = RUN_BLOCKS_MAX * BLOCK
 POOL = 64 << 20  # bytes of staging memory
@@ -85,7 +82,7 @@ class Stream:
         self.namespace: Namespace = reader.namespace
         self.uuid = uuid
         self.nursery = nursery
-        self.slots_left = max(4, pool // SLOT)
+        self.slots = self.slots_left = max(4, pool // SLOT)
         self._free: list[memoryview] = []
         self._open: OrderedDict[int, OpenRun] = OrderedDict()  # id(run) → open run, oldest first
         self._sealed: list[OpenRun] = []  # not yet wholly on the device
@@ -163,8 +160,7 @@ class Stream:
             data = await self.reader.fetch(inode, extent)
         finally:
             self.lanes.table.unpin(zone)
-        current = list(inode.spans(extent.block, extent.end))
-        if current != [extent]:
+        if list(inode.spans(extent.block, extent.end)) != [extent]:
             return False
         await self._put(inode, extent.block, data, lane)
         return True
@@ -200,10 +196,11 @@ class Stream:
         if not self._mapped(inode, block):
             return None
         extent = inode.extents[inode.find(block)]
-        if id(extent.run) not in self._open or extent.run.buffer is None:
-            return None
+        opened = self._open.get(id(extent.run))
+        if opened is None or opened.lane.copies:
+            return None  # a copy that finds no place is given up, and what was changed in it too
         at = (extent.first + block - extent.block) * BLOCK
-        return extent.run.buffer[at : at + BLOCK]
+        return opened.slot[at : at + BLOCK]
 
     async def _patch(
         self, inode: Inode, block: int, low: int, data: memoryview, lane: Lane
@@ -261,9 +258,9 @@ class Stream:
             opened = await self._new(lane)
             stage.open, opened.stage = opened, stage
             return opened
-        if lane.open is not None and not lane.open.room:
-            self.seal(lane.open)
-        if lane.open is None:
+        while lane.open is None or not lane.open.room:
+            if lane.open is not None:
+                self.seal(lane.open)
             opened = await self._new(lane)
             if lane.open is None:
                 lane.open = opened
@@ -283,7 +280,7 @@ class Stream:
             slot = self._free.pop()
         else:
             self.slots_left -= 1
-            slot = memoryview(Slot(SLOT))
+            slot = memoryview(Slot(SLOT, clear=False))
         opened = OpenRun(lane, self.lanes.hint(lane).kind, slot)
         self._open[id(opened.run)] = opened
         return opened
@@ -302,6 +299,7 @@ class Stream:
             self.stage(self.namespace.inodes[ino]).shared = 0
         if not run.owners:
             self._release(opened)
+            self.lanes.drop_idle(opened.lane)
             return
         if run.held < run.length:
             self.namespace.compact(run)
@@ -333,6 +331,10 @@ class Stream:
 
     async def _submit(self, run: Run, opened: OpenRun) -> Run | None:
         """Submit the run, or as much as the zone takes; return what is left of it."""
+        trouble = self.lanes.trouble
+        if trouble.stopped is not None:
+            self._give_up(run, opened, trouble.stopped)
+            return None
         try:
             place = await self.lanes.claim(opened.lane, run.length)
         except errors.RetainzError as no_space:
@@ -349,6 +351,9 @@ class Stream:
             async with self.lanes.turn(zone):
                 await self.lanes.opened(zone)
                 await self.device.ready(zone.index)
+                if zone.index in trouble.suspect:
+                    what = "an append before it failed"
+                    raise errors.ZoneRuleError(self.device.name, zone.index, what)
                 assert run.buffer is not None, "a run keeps its bytes until they are on the device"
                 at = place.start * BLOCK
                 append = self.device.append(zone.index, at, run.buffer, self._header(run))
@@ -370,7 +375,7 @@ class Stream:
         self.written += run.blocks * BLOCK
         if run.length > INLINE_SUMS_MAX:
             run.sums = sums.trailer.to_bytes(4, "little")
-            self.reader.remember((run.zone, run.epoch, run.start), sums.blocks)
+            self.reader.stored.remember((run.zone, run.epoch, run.start), sums.blocks)
         else:
             run.sums = sums.blocks
         self.lanes.changed()
@@ -379,12 +384,15 @@ class Stream:
     def _again(self, run: Run, place: Place, opened: OpenRun, failure: errors.RetainzError) -> None:
         """An append failed: its bytes are still here, and go to another zone."""
         self.write_errors += 1
-        opened.attempts += 1
         opened.lane.zone = None
-        self._distrust(run, place)
+        self._withdraw(run, place)
+        # Whose append stood behind another one that failed is not to blame.
+        opened.attempts += self.lanes.trouble.distrust(place.zone, failure)
+        self.lanes.changed()
         opened.waiting.append(run)
-        if opened.attempts >= ATTEMPTS * opened.parts:
-            self._give_up(run, opened, failure)
+        stopped = self.lanes.trouble.stopped
+        if stopped is not None or opened.attempts >= ATTEMPTS * opened.parts:
+            self._give_up(run, opened, stopped or failure)
             return
         opened.lane.room.release()
         opened.lane.redo.append((opened, run))
@@ -413,8 +421,8 @@ class Stream:
             generation = self.namespace.inodes[ino].generation
             self.lanes.table.add_live(place.zone, generation, count * BLOCK)
 
-    def _distrust(self, run: Run, place: Place) -> None:
-        """A write failed: take the bytes out of the zone and write no more to it."""
+    def _withdraw(self, run: Run, place: Place) -> None:
+        """Take bytes out of a zone that they did not get to."""
         table, zone = self.lanes.table, place.zone
         self.namespace.runs.get(zone.index, {}).pop((run.epoch, run.start), None)
         for ino, count in run.owners.items():
@@ -422,21 +430,6 @@ class Stream:
             table.drop_live(zone, generation, count * BLOCK, zone.freed_at)
         run.zone = -1
         table.cancel(zone, run.blocks * BLOCK)
-        if zone.active and not zone.sealed:
-            table.seal(zone)
-            self.nursery.start_soon(self._abandon, zone)
-        self.lanes.changed()
-
-    async def _abandon(self, zone: Zone) -> None:
-        """Finish a zone that refused a write, or take over what the device says of it."""
-        try:
-            await self.lanes.finish(zone)
-        except errors.RetainzError as error:
-            report = self.device.report()[zone.index]
-            log.error("zone %d takes no more writes and no finish: %s", zone.index, error)
-            state = State.OFFLINE if report.condition is Condition.OFFLINE else State.READ_ONLY
-            self.lanes.table.observe(zone, state, zone.write_pointer)
-        self.lanes.changed()
 
     def _finished(self, run: Run, opened: OpenRun) -> None:
         run.buffer = None

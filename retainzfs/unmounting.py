@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -53,12 +54,15 @@ def umount(directory: str) -> None:
     """Unmount and return when everything is on the target and the daemon has ended.
 
     A dead mount is taken away too. Raises MountBusy or MountError, the latter also after the
-    unmount of a volume that had stopped writing.
+    unmount of a volume that could not write everything.
     """
     mount = mounts.find_mount(os.path.realpath(directory))
     if mount is None or mount.fstype != mounts.FSTYPE:
         raise MountError(directory, "no retainzfs is mounted there")
-    daemon, failure = _daemon(directory)
+    failure = _sync(directory)
+    daemon, stopped = _daemon(directory)
+    if stopped is not None:
+        failure = f"it could not write any more: {stopped}"
     try:
         detach(directory)
         if daemon >= 0:
@@ -67,7 +71,22 @@ def umount(directory: str) -> None:
         if daemon >= 0:
             os.close(daemon)
     if failure is not None:
-        raise MountError(directory, f"unmounted, but it could not write any more: {failure}")
+        raise MountError(directory, f"unmounted, but {failure}")
+
+
+def _sync(directory: str) -> str | None:
+    """Write everything out while errors still reach somebody; return what went wrong."""
+    try:
+        root = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(root)
+        finally:
+            os.close(root)
+    except OSError as error:
+        if error.errno in (errno.EIO, errno.EROFS, errno.ENOSPC):
+            return "not everything could be written; its log says which files"
+        log.debug("%s: cannot sync: %s", directory, error)  # dead, or not ours to look into
+    return None
 
 
 def _daemon(directory: str) -> tuple[int, str | None]:

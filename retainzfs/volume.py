@@ -1,12 +1,26 @@
 """The volume: POSIX operations over the namespace, the stream and the journal. No FUSE here.
 
 Concurrency contract
-- One trio task at a time runs; code between two awaits is atomic. Every operation changes the
-  namespace in one such piece, and queues the records of that change in the same piece.
-- The bytes of an inode are guarded by its lock: writers, truncation, collection and the committer
-  hold it across awaits. The order is: room first, then the lock; the committer takes the locks of
-  several inodes in the order of their numbers. Nobody waits for a commit while holding a lock.
-- Readers take no lock; they pin the zones that they read from.
+- One trio task at a time runs; code between two awaits is atomic. An operation on names or
+  attributes checks, changes the namespace and queues its records in one such piece. One that must
+  await in its middle (a durable rename, reaping, judging a closed file) looks again afterwards:
+  names may lead elsewhere by then, and a generation may be another's.
+- An inode lives while it has a name, an open handle, or a lookup that the kernel remembers; who
+  awaits in the middle of changing one holds it open himself (`kept`).
+- The bytes and the size of an inode change only under its lock, which a write, a truncation,
+  collection and the round that makes them durable hold across awaits. Nobody else sees a
+  difference when collection moves bytes. While a writer waits for the lock, or for room, anything
+  may change but that the inode is there: size, bytes, name, generation. What depends on these is
+  looked up under the lock.
+- A write is atomic block by block, not as a whole: it becomes visible from its first block to its
+  last, and the size grows along. Appends are put in order by the kernel.
+- Readers take no lock. In one piece a read takes the size, copies what is staged, and pins the
+  zones of the rest. So each block of it is what the file held at some time of the read, whatever
+  is written, truncated, removed or moved meanwhile; two blocks may be of different times.
+- Who waits for what, from the outside in: collection's lock, a round, inodes' locks, staging
+  memory, the lanes' lock, the resets' lock, a zone's turn. The holder of one waits only for those
+  behind it. Only the round holds several inodes' locks, and there is one round at a time. A zone's
+  turn lets one command at a time to the zone: append, close, finish, reset.
 
 Ordering invariants
 - An acknowledged `fsync`, durable `close` or durable `rename` is in the log, behind the flush of
@@ -20,13 +34,14 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from retainzfs import attributes, errors, generations, hints, layout, observe
+from retainzfs import attributes, errors, generations, hints, layout, observe, scrub
 from retainzfs.core import GROWTH, RESERVE, Options
+from retainzfs.inodes import Spans
 from retainzfs.lanes import stored
 from retainzfs.layout import BLOCK
 from retainzfs.names import RENAME_EXCHANGE, RENAME_NOREPLACE, Names
@@ -43,7 +58,6 @@ __all__ = [
     "Volume",
 ]
 
-FILE_SIZE_MAX = 1 << 60  # block numbers stay far from 64 bits
 WRITE_SLACK = 2 * BLOCK  # a write touches at most a partial block at either end
 CAPABILITY = b"security.capability"
 TIME_NS_MIN, TIME_NS_MAX = -(1 << 63), (1 << 63) - 1  # years 1677 to 2262, as the record holds
@@ -68,7 +82,7 @@ class StatFs:
 
 
 def _alive() -> bool:
-    return False  # not killed
+    return False  # has not died
 
 
 class Volume(Names):
@@ -116,16 +130,6 @@ class Volume(Names):
 
     # Handles and bytes
 
-    def open(self, ino: int) -> None:
-        self.namespace.get(ino).handles += 1
-
-    def close(self, ino: int) -> None:
-        inode = self.namespace.get(ino)
-        inode.handles -= 1
-        assert inode.handles >= 0, "an inode is closed as often as it was opened"
-        if inode.handles == 0 and inode.nlink == 0:
-            self.discard(inode)
-
     async def read(self, ino: int, offset: int, size: int) -> memoryview:
         """Return up to `size` bytes. Raises FSError(EIO) where the stored bytes are damaged."""
         inode = self.namespace.get(ino)
@@ -142,39 +146,52 @@ class Volume(Names):
         """
         self._check()
         view = memoryview(data)
-        if offset + len(view) > FILE_SIZE_MAX:
+        if offset + len(view) > layout.FILE_SIZE_MAX:
             raise FSError(errno.EFBIG, self.path(ino))
         inode = self.namespace.get(ino)
         if inode.error is not None:
             raise inode.error.with_traceback(None)
         if not view:
             return 0
-        async with self._locked_with_room(inode, len(view) + WRITE_SLACK):
-            inode.mtime_ns = inode.ctime_ns = self.options.wall_ns()
-            if inode.mode & (stat.S_ISUID | stat.S_ISGID) or inode.xattrs:
-                self._drop_privileges(inode)
-            self._change(inode)
-            await self.stream.write(inode, offset, view, self.lane(inode))
+        with self.kept(inode), self._missed(inode, offset, len(view)):
+            async with self._locked_with_room(inode, len(view) + WRITE_SLACK):
+                inode.mtime_ns = inode.ctime_ns = self.options.wall_ns()
+                if inode.mode & (stat.S_ISUID | stat.S_ISGID) or inode.xattrs:
+                    self._drop_privileges(inode)
+                self._change(inode)
+                try:
+                    await self.stream.write(inode, offset, view, self.lane(inode))
+                finally:
+                    inode.writes += 1  # a copy made meanwhile is neither the old nor the new
         self.logical += len(view)
         return len(view)
+
+    @contextmanager
+    def _missed(self, inode: Inode, offset: int, length: int) -> Iterator[None]:
+        """Note the bytes of a write that fails, until a later one brings them."""
+        try:
+            yield
+        except errors.RetainzError:
+            inode.missing = inode.missing or Spans()
+            inode.missing.add(offset, offset + length)
+            raise
+        if inode.missing:
+            inode.missing.remove(offset, offset + length)
 
     @asynccontextmanager
     async def _locked_with_room(self, inode: Inode, nbytes: int) -> AsyncIterator[None]:
         """Hold the inode's lock, with room for so many bytes to be staged. Raises NoSpace."""
         lock = self.stream.stage(inode).lock
-        try:
-            await self._admit(GROWTH)
-            while True:
-                kind = self.lanes.hint(self.lane(inode)).kind
-                if not self.lanes.fits(kind, nbytes):
-                    await self.reclaim.make_room(kind, nbytes)
-                await lock.acquire()
-                if self.lanes.fits(kind, nbytes) or self.lanes.holds(nbytes):
-                    break
-                lock.release()
-        except errors.NoSpace:
-            inode.refused = True
-            raise
+        await self._admit(GROWTH)
+        tried = False
+        while True:
+            await lock.acquire()
+            kind = self.lanes.hint(self.lane(inode)).kind  # a rename may have changed it
+            if self.lanes.fits(kind, nbytes) or (tried and self.lanes.holds(nbytes)):
+                break
+            lock.release()
+            await self.reclaim.make_room(kind, nbytes)
+            tried = True
         room = stored(nbytes)
         self.lanes.admitted[kind] += room  # staging awaits; nobody else may count on this
         try:
@@ -185,14 +202,12 @@ class Volume(Names):
 
     def _change(self, inode: Inode) -> None:
         """The bytes of a file change; the caller holds its lock."""
+        self.committer.log_each(self.retention.reopened(inode))
         inode.writes += 1
         if inode.ino in self.committer.dirty:
             return
         commit = self.retention.policy_of(inode).commit
         self.committer.touch(inode, commit if isinstance(commit, float) else None)
-        records = self.retention.reopened(inode)
-        if records:
-            self.committer.log(*records)
 
     def _drop_privileges(self, inode: Inode) -> None:
         """A write takes set-user-ID and set-group-ID bits and file capabilities away; past the
@@ -204,13 +219,13 @@ class Volume(Names):
             self.committer.log(layout.XattrRemovedRecord(inode.ino, CAPABILITY))
 
     async def flush(
-        self, ino: int, *, wrote: bool = True, killed: Callable[[], bool] = _alive
+        self, ino: int, *, wrote: bool = True, died: Callable[[], bool] = _alive
     ) -> None:
         """A descriptor was closed: durable where the class says so, and perhaps the end of a save.
 
         `wrote`: it was one that changed the file; a reader's close says nothing about a save.
-        `killed` tells, when asked, whether nobody closed it because its process was killed. A clean
-        inode costs nothing. Raises the error of a write that failed in the background.
+        `died` tells, when asked, whether nobody closed it because its process came to a bad end. A
+        clean inode costs nothing. Raises the error of a write that failed in the background.
         """
         inode = self.namespace.inodes.get(ino)
         if inode is None:
@@ -220,8 +235,7 @@ class Volume(Names):
         if not wrote:
             return
         if inode.judged != inode.writes:
-            inode.judged = inode.writes
-            await self._judge(inode, killed=killed)
+            await self._judge(inode, died=died)
         if inode.nlink and self.syncs(inode):
             await self.fsync(ino)
 
@@ -244,45 +258,66 @@ class Volume(Names):
             if inode.error is not None:
                 raise inode.error.with_traceback(None)
 
-    async def _judge(self, inode: Inode, *, killed: Callable[[], bool]) -> None:
-        """Look for the evidence of completeness that a close gives."""
+    async def _judge(self, inode: Inode, *, died: Callable[[], bool]) -> None:
+        """Look for the evidence of completeness that a close gives, and for what speaks against."""
+        writes = inode.writes
         if inode.nlink == 0 or not inode.is_file:
             return
         if not inode.generation:
+            inode.judged = writes
             await self._follow_tracker(inode)
             return
-        if killed():
-            reason = "the process that was writing it was killed"
-            self.committer.log_each(self.retention.incomplete(inode.generation, reason))
-            return
         names = self.namespace.components(inode.ino)
-        context = self.retention.context(inode.parent, names[-1])
-        if context.match is None or context.match.temporary:
-            return
-        if context.match.depth != len(names) - 1:
-            if self.retention.marked(inode.parent, names[-1]):
-                self.completed(inode.generation)
-            return
-        head = bytes(await self.reader.read(inode, 0, hints.HEAD_BYTES))
-        wanted = hints.head_wanted(names[-1], inode.size, head)
-        if wanted > len(head):
-            head = bytes(await self.reader.read(inode, 0, wanted))
-        start = max(0, inode.size - hints.TAIL_BYTES)
-        tail = bytes(await self.reader.read(inode, start, hints.TAIL_BYTES))
-        finding = hints.examine(names[-1], inode.size, head, tail)
-        failed = inode.error is not None or inode.refused
-        stem = context.match.stem
-        whole, reason = self.retention.judge(inode, stem, finding, failed=failed)
-        if whole:
-            self.completed(inode.generation)
+        match = self.retention.context(inode.parent, names[-1]).match
+        completes = False
+        doubt = ""
+        if died():
+            doubt = "the process that was writing it was killed, or failed, with the file open"
+        elif inode.error is not None or inode.missing:
+            doubt = "a write to it failed"
+        elif match is None or match.temporary or match.depth != len(names) - 1:
+            completes = self.retention.marked(inode.parent, names[-1])
         else:
-            self.committer.log_each(self.retention.incomplete(inode.generation, reason))
+            try:
+                finding = await self._examine(inode, names[-1])
+            except errors.Unreadable as error:
+                finding = None
+                doubt = f"its bytes cannot be read: {error.args[2]}"
+            if inode.writes != writes:
+                return  # it changed while it was read; its next close judges it
+            if self.namespace.components(inode.ino) != names:
+                await self._judge(inode, died=died)
+                return
+            if finding is not None:
+                doubt = self.retention.judge(inode, match.stem, finding)
+            completes = not doubt
+        inode.judged, inode.doubt = writes, doubt  # not before: others of the generation wait
+        if inode.doubt:
+            self.committer.log_each(self.retention.incomplete(inode.generation, inode.doubt))
+        elif completes or inode.generation in self.retention.claimed:
+            self.completed(inode.generation)
+
+    async def _examine(self, inode: Inode, name: bytes) -> hints.Finding:
+        """Return what a file's own format says about it being whole."""
+        size = inode.size
+        examination = hints.examination(name, size)
+        try:
+            wanted = next(examination)
+            while True:
+                data = bytes(await self.reader.read(inode, *wanted))
+                wanted = examination.send(data)
+        except StopIteration as stop:
+            finding: hints.Finding = stop.value
+            return finding
 
     async def _follow_tracker(self, inode: Inode) -> None:
         """A file outside the generations was closed; perhaps it says which one is complete."""
         if not hints.is_tracker(inode.name):
             return
-        told = bytes(await self.reader.read(inode, 0, TRACKER_READ))
+        try:
+            told = bytes(await self.reader.read(inode, 0, TRACKER_READ))
+        except errors.Unreadable:
+            return
         target = hints.tracked(inode.name, told)
         if target is not None:
             self.completed(self.retention.known(inode.parent, target))
@@ -303,10 +338,13 @@ class Volume(Names):
     ) -> Inode:
         await self._admit()
         inode = self.namespace.get(ino)
-        now = self.options.wall_ns()
         if size is not None:
-            await self._resize(inode, size)
-            mtime_ns = now if mtime_ns is None else mtime_ns
+            with self.kept(inode):
+                await self._resize(inode, size)
+            inode = self.namespace.get(ino)
+        now = self.options.wall_ns()
+        if size is not None and mtime_ns is None:
+            mtime_ns = now
         record = self.namespace.describe(inode)
         changes = {"uid": uid, "gid": gid, "atime_ns": atime_ns, "mtime_ns": mtime_ns}
         fields = {name: value for name, value in changes.items() if value is not None}
@@ -324,18 +362,19 @@ class Volume(Names):
             raise FSError(errno.EISDIR, self.path(inode.ino))
         if not inode.is_file:
             raise FSError(errno.EINVAL, self.path(inode.ino))
-        if size > FILE_SIZE_MAX:
+        if size > layout.FILE_SIZE_MAX:
             raise FSError(errno.EFBIG, self.path(inode.ino))
-        if size > inode.size:
-            async with self._locked_with_room(inode, WRITE_SLACK):
-                await self._set_size(inode, size)
-        else:
+        if size <= inode.size:
             async with self.stream.stage(inode).lock:
-                await self._set_size(inode, size)
+                if size <= inode.size:
+                    await self._set_size(inode, size)
+                    return
+        if inode.error is not None and size:
+            raise inode.error.with_traceback(None)
+        async with self._locked_with_room(inode, WRITE_SLACK):
+            await self._set_size(inode, size)
 
     async def _set_size(self, inode: Inode, size: int) -> None:
-        if inode.ino not in self.namespace.inodes:
-            raise FSError(errno.ENOENT, f"inode {inode.ino}")
         self._change(inode)
         if size < inode.size:
             self._shrink(inode, size)
@@ -344,7 +383,9 @@ class Volume(Names):
             self.retention.announce(inode, size)
             inode.size = size
         if size == 0:
-            inode.error, inode.refused = None, False
+            inode.error = None
+        if inode.missing:
+            inode.missing.cut(size)
 
     def _shrink(self, inode: Inode, size: int) -> None:
         self.stream.trim(inode, size)
@@ -387,3 +428,10 @@ class Volume(Names):
         """Reclaim now (`gc`)."""
         self._check()
         return await self.reclaim.collect()
+
+    def scrub_as(self, order: hints.ScrubOrder) -> None:
+        """Begin or end a scrub. Raises FSError(EBUSY) while one runs."""
+        if order.rate == 0:
+            self.scrub.stop()
+        else:
+            self.scrub.start(order.rate or scrub.RATE)

@@ -236,6 +236,7 @@ class ZoneTable:
         self._heap = sorted(self._empty)  # every member of _empty, and stale indexes
         self._active: dict[Kind, set[int]] = {kind: set() for kind in Kind}
         self._dead: set[int] = set()
+        self._lost: set[int] = set()  # READ_ONLY and OFFLINE
         self.totals = Totals(free=len(self._empty) * capacity)
         self.lent = False  # the emergency zone is in use; what is being collected will replace it
         self._uses = 0
@@ -258,6 +259,7 @@ class ZoneTable:
         self._empty.discard(zone.index)
         self._active[zone.kind].discard(zone.index)
         self._dead.discard(zone.index)
+        self._lost.discard(zone.index)
 
     def _enter(self, zone: Zone) -> None:
         self.totals = Totals(*map(add, self.totals, zone.totals()))
@@ -266,6 +268,8 @@ class ZoneTable:
             heapq.heappush(self._heap, zone.index)
         elif zone.active:
             self._active[zone.kind].add(zone.index)
+        elif zone.state in LOST:
+            self._lost.add(zone.index)
         if zone.dead:
             self._dead.add(zone.index)
 
@@ -337,7 +341,7 @@ class ZoneTable:
 
     def coldest_open(self) -> Zone | None:
         """The open data zone to close first: nothing queued, longest unused."""
-        idle = [z for z in self._data() if z.state is State.OPEN and not z.reserved]
+        idle = [z for z in self._data() if z.state is State.OPEN and not (z.reserved or z.sealed)]
         return min(idle, key=lambda zone: zone.last_used, default=None)
 
     def resettable(self, durable: int) -> list[Zone]:
@@ -350,6 +354,11 @@ class ZoneTable:
     def resetting(self) -> bool:
         """Whether a zone is dead and being reset."""
         return any(self.zones[index].sealed for index in self._dead)
+
+    def stuck(self) -> list[Zone]:
+        """READ_ONLY zones in which something lives, by index."""
+        lost = (self.zones[index] for index in sorted(self._lost))
+        return [z for z in lost if z.state is State.READ_ONLY and z.live_bytes]
 
     def _data(self) -> list[Zone]:
         groups = sorted(set(self.limits.groups.values()))
@@ -503,6 +512,7 @@ class ZoneTable:
         the new state cannot keep must have been cancelled."""
         with self._changing(zone):
             zone.state, zone.write_pointer = state, write_pointer
+            zone.sealed = zone.sealed and zone.active
 
     def restore(self, zone: Zone, kind: Kind, epoch: int) -> None:
         """What the journal knows of a zone at mount; `observe` and `add_live` tell the rest."""

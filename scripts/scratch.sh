@@ -1,18 +1,21 @@
 # shellcheck shell=bash
 # For sourcing: $work, a new directory below TMPDIR (or /var/tmp), and $mount, a mount point in it.
-# Whatever happens, the script's end unmounts and removes both.
+# Whatever happens, the script's end unmounts what is mounted there and removes all of it.
 
 work=$(mktemp -d "${TMPDIR:-/var/tmp}/retainzfs.XXXXXX")
 mount=$work/mnt
 mkdir "$mount"
 
 scratch_clean_up() {
-    local status=$?
+    local status=$? directory
     trap - EXIT
-    # The directory is looked up in the list, since a mount without its daemon cannot be asked.
+    # Directories are looked up in the list, since a mount without its daemon cannot be asked.
     if grep -qF " $mount " /proc/self/mounts; then
         retainzfs umount "$mount" || fusermount3 -u -z "$mount"
     fi
+    for directory in $(awk -v "below=$work/" 'index($2, below) == 1 { print $2 }' /proc/self/mounts); do
+        umount -l "$directory"
+    done
     rm -rf --one-file-system -- "$work"
     [ "$status" = 0 ] || echo "$0: failed with exit code $status" >&2
     exit "$status"

@@ -10,13 +10,19 @@ import signal
 import subprocess
 import sys
 import tempfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from retainzfs import mkfs, mounts, unmounting
 from retainzfs.errors import RetainzError
+from tests import helpers, simulation
+from tests.witness import WatchedDevice
+
+settings.register_profile("nightly", print_blob=True)  # tests that know it draw far more examples
 
 IMAGE_SIZE = 256 << 20  # bytes; sparse
 COMMAND = (sys.executable, "-m", "retainzfs")
@@ -37,13 +43,13 @@ def retainzfs(*arguments: str | os.PathLike[str]) -> subprocess.CompletedProcess
 class Live:
     """A target and a directory where it is, or can be, mounted."""
 
-    def __init__(self, base: Path, size: int = IMAGE_SIZE) -> None:
+    def __init__(self, base: Path, size: int = IMAGE_SIZE, zone_size: int | None = None) -> None:
         self.image = base / "image"
         self.path = base / "mount"
         self.log = base / "log"
         self.path.mkdir()
         self.expected: list[str] = []  # patterns of ERROR lines that the test provokes
-        mkfs.make(str(self.image), size=size)
+        mkfs.make(str(self.image), size=size, zone_size=zone_size)
 
     def mount(self, options: str = "", patch: str = "") -> None:
         """Mount with the command. `patch` is Python that runs in the daemon before that."""
@@ -100,11 +106,11 @@ class Live:
 
 
 @contextlib.contextmanager
-def _living() -> Iterator[Live]:
+def living(size: int = IMAGE_SIZE, zone_size: int | None = None) -> Iterator[Live]:
     # Not pytest's tmp_path: nobody else may look into that, and some tests are somebody else.
     with tempfile.TemporaryDirectory(prefix="retainzfs-test-") as base:
         Path(base).chmod(0o755)
-        live = Live(Path(base))
+        live = Live(Path(base), size, zone_size)
         try:
             yield live
         finally:
@@ -115,7 +121,7 @@ def _living() -> Iterator[Live]:
 @pytest.fixture(scope="session")
 def shared_mount() -> Iterator[Live]:
     """One mount for all tests that do not care what else is on it."""
-    with _living() as live:
+    with living() as live:
         live.mount("allow_other" if os.geteuid() == 0 else "")
         yield live
 
@@ -142,7 +148,7 @@ def room(live: Live, request: pytest.FixtureRequest) -> Path:
 @pytest.fixture
 def fresh() -> Iterator[Live]:
     """A formatted target of its own; the test mounts it, kills it, mounts it again."""
-    with _living() as live:
+    with living() as live:
         yield live
 
 
@@ -163,3 +169,27 @@ def run_python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         timeout=60,
         check=False,
     )
+
+
+@pytest.fixture(autouse=True)
+def power_cuts(request: pytest.FixtureRequest) -> Iterator[None]:
+    """With the marker `power_cuts(N)`: behind the test, cut the power at N random moments of what
+    it did on devices of `helpers.small_device`, and check what comes back."""
+    marker = request.node.get_closest_marker("power_cuts")
+    if marker is None:
+        yield
+        return
+    devices: list[WatchedDevice] = []
+    helpers.watching = devices
+    yield
+    helpers.watching = None
+    seed = request.config.getoption("--power-cut-seed")
+    seed = zlib.crc32(request.node.nodeid.encode()) if seed is None else seed
+    for device in devices:
+        violations = simulation.cut(device, seed, moments=marker.args[0])
+        assert not violations, f"--power-cut-seed {seed}:\n" + "\n".join(violations)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    text = "of the moments that are drawn for tests with the marker power_cuts"
+    parser.addoption("--power-cut-seed", type=int, metavar="SEED", help=text)

@@ -1,21 +1,18 @@
-"""What volume tests share: a volume on an in-memory device, and crashes of that device."""
+"""What volume tests share: a volume on a device in memory that can fail."""
 
 from __future__ import annotations
 
-import copy
 import random
-from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, TypeVar
 
-import trio
-
-from retainzfs.device import Geometry, Sums
+from retainzfs import fsck
+from retainzfs.device import Geometry
+from retainzfs.device.faults import FaultDevice, PowerCut
 from retainzfs.device.memory import MemoryDevice
-from retainzfs.device.rules import ZoneRules, ZoneState
-from retainzfs.errors import DeviceError
-from retainzfs.journal import METADATA_ZONES_MIN
 from retainzfs.volume import ROOT, Options, Volume
+from tests.witness import WatchedDevice, WatchedVolume, Witness
 
 FILE = 0o100644
 DIRECTORY = 0o040755
@@ -44,19 +41,45 @@ def options(clock: Clock | None = None, **changes: Any) -> Options:
 
 def small_device(
     zones: int = 48, zone_size: int = 256 << 10, max_active: int = 14, max_open: int = 8
-) -> MemoryDevice:
-    return MemoryDevice(Geometry(zone_size, zone_size, zones, max_open, max_active))
+) -> WatchedDevice:
+    device = WatchedDevice(Geometry(zone_size, zone_size, zones, max_open, max_active))
+    if watching is not None:
+        watching.append(device)
+        device.witness = Witness(device)
+    return device
+
+
+# Where the devices of a test with the marker `power_cuts` go; None: nobody watches.
+watching: list[WatchedDevice] | None = None
+
+
+def slow(seed: int, zones: int = 48) -> WatchedDevice:
+    """Return a device whose operations end late, in an order drawn from the seed."""
+    rng = random.Random(seed)
+    device = small_device(zones)
+    device.delay = lambda: rng.choice((0, 0, 1, 3, 7))
+    return device
+
+
+def noise(length: int, seed: int = 1) -> bytes:
+    return random.Random(seed).randbytes(length)
 
 
 async def formatted(device: D) -> D:
     await device.start()
     await Volume.format(device, uuid=UUID, now_ns=1)
+    if isinstance(device, WatchedDevice):
+        device.formatted = device.operations
     return device
 
 
 @asynccontextmanager
-async def mounted(device: MemoryDevice, **changes: Any) -> AsyncIterator[Volume]:
-    async with Volume.mounted(device, options(**changes)) as volume:
+async def mounted(
+    device: MemoryDevice, given: Options | None = None, **changes: Any
+) -> AsyncIterator[Volume]:
+    watched = isinstance(device, WatchedDevice) and device.witness is not None
+    kind = WatchedVolume if watched else Volume
+    async with kind.mounted(device, given or options(**changes)) as volume:
         yield volume
 
 
@@ -69,6 +92,12 @@ async def put(volume: Volume, parent: int, name: bytes, data: bytes, piece: int 
     await volume.flush(inode.ino)
     volume.close(inode.ino)
     return inode.ino
+
+
+async def synced(volume: Volume, name: bytes, data: bytes) -> int:
+    ino = await put(volume, ROOT, name, data)
+    await volume.fsync(ino)
+    return ino
 
 
 async def content(volume: Volume, ino: int) -> bytes:
@@ -88,121 +117,8 @@ async def tree(volume: Volume, ino: int = ROOT, base: bytes = b"") -> dict[bytes
     return out
 
 
-class FaultyDevice(MemoryDevice):
-    """Refuses appends to `bad` zones, fails flushes while `broken`; with `gate` set, the next
-    append to a data zone waits for it."""
-
-    def __init__(self, geometry: Geometry) -> None:
-        super().__init__(geometry)
-        self.bad: set[int] = set()
-        self.broken = False
-        self.gate: trio.Event | None = None
-        self.waiting = trio.Event()
-
-    async def ready(self, zone: int) -> None:
-        if zone >= METADATA_ZONES_MIN and self.gate is not None:
-            gate, self.gate = self.gate, None
-            self.waiting.set()
-            await gate.wait()
-
-    def append(
-        self, zone: int, offset: int, data: memoryview, header: bytes = b""
-    ) -> Awaitable[Sums]:
-        if zone in self.bad:
-            raise DeviceError(self.name, f"write to zone {zone}", "Input/output error")
-        return super().append(zone, offset, data, header)
-
-    async def flush(self) -> None:
-        if self.broken:
-            raise DeviceError(self.name, "flush", "Input/output error")
-        await super().flush()
-
-
 def zones_of(volume: Volume, ino: int) -> set[int]:
     return {e.run.zone for e in volume.inode(ino).extents}
-
-
-def damage(device: MemoryDevice, zone: int, byte: int) -> None:
-    """Flip one bit of what the device stored."""
-    device._zones[zone][byte] ^= 1
-
-
-class CrashingDevice(MemoryDevice):
-    """Cuts power at one operation and keeps what could come back: of each zone the flushed state,
-    or a later one with some of its unflushed blocks torn."""
-
-    def __init__(self, geometry: Geometry, cut_at: int | None = None) -> None:
-        super().__init__(geometry)
-        self.operations = 0
-        self.cut_at = cut_at
-        self._flushed: dict[int, tuple[ZoneState, bytes]] = {}
-        self._touched: set[int] = set(range(geometry.zone_count))
-        self._keep()
-
-    def _keep(self) -> None:
-        for zone in self._touched:
-            state = copy.copy(self.rules.states[zone])
-            self._flushed[zone] = (state, bytes(self._zones.get(zone, b"")))
-        self._touched.clear()
-
-    def _step(self, *zones: int) -> None:
-        self.operations += 1
-        if self.cut_at is not None and self.operations >= self.cut_at:
-            raise PowerCut
-        self._touched.update(zones)
-
-    def append(
-        self, zone: int, offset: int, data: memoryview, header: bytes = b""
-    ) -> Awaitable[Sums]:
-        self._step(zone)
-        return super().append(zone, offset, data, header)
-
-    async def flush(self) -> None:
-        self._step()
-        await super().flush()
-        self._keep()
-
-    async def reset(self, zones: Sequence[int]) -> None:
-        self._step(*zones)
-        await super().reset(zones)
-
-    async def finish(self, zone: int) -> None:
-        self._step(zone)
-        await super().finish(zone)
-
-    def after_cut(self, rng: random.Random) -> CrashingDevice:
-        """Return the device as it comes back. Above a write pointer there may be bytes that nobody
-        was told of."""
-        states = []
-        contents: dict[int, bytearray] = {}
-        for zone in range(self.geometry.zone_count):
-            state, data = self._flushed[zone]
-            if zone in self._touched and rng.random() < 0.6:
-                now = self.rules.states[zone]
-                stable = state.pointer if now.resets == state.resets else 0
-                state, data = now, self._torn(rng, zone, stable)
-            elif zone in self._touched and self.rules.states[zone].resets == state.resets:
-                data = bytes(self._zones.get(zone, data))
-            states.append(copy.copy(state))
-            contents[zone] = bytearray(data)
-        device = CrashingDevice(self.geometry)
-        device.rules = ZoneRules("mem", self.geometry, states)
-        device._zones = contents
-        device._touched = set(range(self.geometry.zone_count))
-        device._keep()
-        return device
-
-    def _torn(self, rng: random.Random, zone: int, stable: int) -> bytes:
-        data = bytearray(self._zones.get(zone, b""))
-        share = rng.choice((0.0, 0.3, 1.0))
-        for block in range(stable, len(data), 4096):
-            if rng.random() < share:
-                data[block : block + 4096] = bytes(4096)
-        return bytes(data)
-
-
-class PowerCut(BaseException):
-    """The device stopped answering."""
 
 
 @contextmanager
@@ -215,3 +131,11 @@ def until_power_cut() -> Iterator[None]:
             raise
         return
     raise AssertionError("the power was not cut")
+
+
+async def check_after_remount(device: FaultDevice, files: dict[bytes, bytes]) -> None:
+    report = await fsck.examine(device, scrub=True)
+    assert not report.damaged, report.findings
+    async with mounted(device) as volume:
+        for name, data in files.items():
+            assert await content(volume, volume.lookup(ROOT, name).ino) == data

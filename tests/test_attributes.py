@@ -8,8 +8,9 @@ import logging
 
 import pytest
 
-from retainzfs.attributes import VALUE_MAX, XATTR_CREATE, XATTR_REPLACE
+from retainzfs.attributes import XATTR_CREATE, XATTR_REPLACE
 from retainzfs.errors import BadAttribute, NotYet
+from retainzfs.layout import XATTR_VALUE_MAX
 from retainzfs.volume import ROOT, FSError
 from tests.helpers import DIRECTORY, FILE, formatted, mounted, put, small_device
 
@@ -39,7 +40,7 @@ async def test_attributes_are_stored_listed_and_removed() -> None:
         (b"user.a", b"", XATTR_CREATE, errno.EEXIST),
         (b"user.none", b"", XATTR_REPLACE, errno.ENODATA),
         (b"user." + b"n" * 300, b"", 0, errno.ERANGE),
-        (b"user.a", bytes(VALUE_MAX + 1), 0, errno.E2BIG),
+        (b"user.a", bytes(XATTR_VALUE_MAX + 1), 0, errno.E2BIG),
         (b"system.posix_acl_access", b"", 0, errno.ENOTSUP),
     ],
 )
@@ -140,3 +141,10 @@ async def test_acts() -> None:
         with pytest.raises(BadAttribute, match="in no generation"):
             await volume.setxattr(plain, b"user.retainz.commit", b"1")
         assert volume.listxattr(ROOT) == []
+
+
+async def test_a_name_that_is_no_text_is_no_attribute() -> None:
+    async with mounted(await formatted(small_device())) as volume:
+        with pytest.raises(FSError) as caught:
+            volume.getxattr(ROOT, b"user.retainz.\xff")
+        assert caught.value.errno == errno.ENODATA

@@ -15,12 +15,14 @@ from typing import Any
 
 import pytest
 
-from retainzfs import cli, mounts
+from retainzfs import cli, layout, mounts
 from retainzfs.cli import zonemap
 from retainzfs.cli.output import Progress, print_table
 from tests.conftest import COMMAND, Live, retainzfs
 
-COMMANDS = ("mkfs", "mount", "umount", "status", "zones", "generations", "hint", "fsck", "gc")
+COMMANDS = (
+    *("mkfs", "mount", "umount", "status", "zones", "generations", "hint", "fsck", "gc", "scrub"),
+)
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
@@ -77,6 +79,7 @@ def test_wrong_usage_is_2(arguments: list[str], capsys: pytest.CaptureFixture[st
         (["mount", "image", "dir", "--create"], "--size"),
         (["mount", "image", "dir", "--size", "1G"], "--create"),
         (["mkfs", "/nonexistent/image"], "--size"),
+        (["fsck", "image", "--rate", "1M"], "--scrub"),
         (["mkfs", "mem:64M"], "memory needs no format"),
     ],
 )
@@ -105,7 +108,7 @@ def test_the_module_runs_as_a_program() -> None:
 
 @pytest.mark.pure
 def test_paths_that_are_on_no_mount(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for command in (["status"], ["zones"], ["generations"], ["hint"], ["gc"]):
+    for command in (["status"], ["zones"], ["generations"], ["hint"], ["gc"], ["scrub"]):
         code, out, err = run(capsys, *command, tmp_path)
         assert (code, out) == (1, ""), command
         assert err == f"retainzfs: {tmp_path}: not on a mounted retainzfs\n"
@@ -164,6 +167,35 @@ def test_fsck_of_what_is_no_filesystem(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 @pytest.mark.fuse
+def test_fsck_prints_names_that_are_no_text(fresh: Live) -> None:
+    fresh.mount()
+    name = os.fsencode(fresh.path) + b"/\xff"
+    content = os.urandom(5000)
+    with open(name, "wb") as file:
+        file.write(content)
+    fresh.umount()
+    _flip(fresh.image, content[:64])
+    done = subprocess.run(
+        [*COMMAND, "fsck", "--scrub", str(fresh.image)],
+        env=os.environ | {"PYTHONIOENCODING": "utf-8:strict"},
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == 3, done.stderr
+    assert b": damage: /\xff: bytes 0 to" in done.stdout
+
+
+def test_fsck_of_two_bad_headers_is_a_finding(fresh: Live) -> None:
+    with fresh.image.open("r+b") as file:
+        for copy in (0, 1):
+            file.seek(copy * layout.BLOCK + 20)
+            file.write(b"1")
+    done = retainzfs("fsck", "--json", fresh.image)
+    assert done.returncode == 3
+    [finding] = json.loads(done.stdout)["findings"]
+    assert "both copies of the header" in finding["text"]
+
+
 def test_fsck_finds_damage(fresh: Live, capsys: pytest.CaptureFixture[str]) -> None:
     fresh.mount()
     content = os.urandom(3 << 20)
@@ -184,7 +216,7 @@ def test_fsck_finds_damage(fresh: Live, capsys: pytest.CaptureFixture[str]) -> N
     assert "/file" in out
     assert "checksum mismatch" in out
     assert "/other" not in out
-    code, out, _ = run(capsys, "fsck", fresh.image, "--scrub", "--json")
+    code, out, _ = run(capsys, "fsck", fresh.image, "--scrub", "--rate", "1G", "--json")
     assert code == 3
     report = json.loads(out)
     assert report["damaged"]

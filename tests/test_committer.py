@@ -13,20 +13,18 @@ from retainzfs.errors import ReadOnly, RetainzError
 from retainzfs.layout import SizeRecord
 from retainzfs.volume import ROOT, Volume
 from tests.helpers import (
+    DIRECTORY,
     FILE,
     Clock,
-    CrashingDevice,
-    FaultyDevice,
     content,
     formatted,
     mounted,
-    options,
     put,
     small_device,
     until_power_cut,
 )
 
-pytestmark = pytest.mark.volume
+pytestmark = [pytest.mark.volume, pytest.mark.power_cuts(5)]
 
 
 async def test_fsyncs_at_one_time_share_their_flushes() -> None:
@@ -51,10 +49,10 @@ async def test_fsyncs_at_one_time_share_their_flushes() -> None:
 async def test_bytes_of_a_renamed_file_go_out_before_its_name() -> None:
     """The usual way to replace a file, without any fsync: a crash shows the old or the new."""
     for cut in range(1, 12):
-        device = CrashingDevice(small_device().geometry)
+        device = small_device()
         await formatted(device)
         with until_power_cut():
-            async with Volume.mounted(device, options()) as volume:
+            async with mounted(device) as volume:
                 old = await put(volume, ROOT, b"name", b"old" * 3000)
                 await volume.fsync(old)
                 await put(volume, ROOT, b"temp", b"new" * 3000)
@@ -70,6 +68,48 @@ async def test_bytes_of_a_renamed_file_go_out_before_its_name() -> None:
             assert found in (b"old" * 3000, b"new" * 3000)
 
 
+async def test_a_generation_is_not_durably_complete_before_its_bytes() -> None:
+    """A round is under way when its file is closed, and takes along what was queued meanwhile."""
+    device = await formatted(small_device())
+    data = b"whole" * 3000
+    async with mounted(device) as volume:
+        other = await volume.make(ROOT, b"other", FILE, 0, 0)
+        save = await volume.make(ROOT, b"step-1.bin", FILE, 0, 0)
+        volume.open(save.ino)
+        await volume.write(other.ino, 0, b"x" * 5000)
+        await volume.write(save.ino, 0, data)
+        held = device.hold("append")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(volume.fsync, other.ino)
+            await held.reached.wait()
+            nursery.start_soon(volume.flush, save.ino)
+            await trio.testing.wait_all_tasks_blocked()
+            assert volume.generations(ROOT)[0]["state"] == "complete"
+            after = volume.committer.durable_round + 1
+            held.go.set()
+            while volume.committer.durable_round < after:
+                await trio.lowlevel.checkpoint()
+            survivor = device.after_cut(random.Random(1))
+    await survivor.start()
+    async with mounted(survivor) as volume:
+        if volume.generations(ROOT)[0]["state"] == "complete":
+            assert await content(volume, save.ino) == data
+
+
+async def test_a_marker_waits_for_the_bytes_of_its_generation() -> None:
+    device = await formatted(small_device())
+    async with mounted(device) as volume:
+        save = await volume.make(ROOT, b"step-1", DIRECTORY, 0, 0)
+        shard = await volume.make(save.ino, b"__0_0.distcp", FILE, 0, 0)
+        await volume.write(shard.ino, 0, b"shard" * 3000)
+        await put(volume, save.ino, b".metadata", b"marker" * 100)
+        survivor = device.after_cut(random.Random(1))
+    await survivor.start()
+    async with mounted(survivor) as volume:
+        assert volume.generations(ROOT)[0]["state"] == "complete"
+        assert await content(volume, shard.ino) == b"shard" * 3000
+
+
 async def test_what_nobody_syncs_is_durable_after_a_while(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
@@ -77,10 +117,10 @@ async def test_what_nobody_syncs_is_durable_after_a_while(
         def monotonic_s(self) -> float:
             return trio.current_time()
 
-    device = CrashingDevice(small_device().geometry)
+    device = small_device()
     await formatted(device)
     with until_power_cut():
-        async with Volume.mounted(device, options(Synchronous())) as volume:
+        async with mounted(device, clock=Synchronous()) as volume:
             await put(volume, ROOT, b"f", b"x" * 10_000)
             await trio.sleep(1.5)
             assert volume.committer.dirty, "data wait longer than names"
@@ -96,14 +136,14 @@ async def test_what_nobody_syncs_is_durable_after_a_while(
 
 
 async def test_a_failed_flush_is_final() -> None:
-    device = await formatted(FaultyDevice(small_device().geometry))
+    device = await formatted(small_device())
     with trio.fail_after(10):
         async with mounted(device) as volume:
             ino = await put(volume, ROOT, b"f", b"x" * 50_000)
-            device.broken = True
+            device.fail("flush")
             with pytest.raises(RetainzError):
                 await volume.fsync(ino)
-            device.broken = False
+            device.faults.clear()
             with pytest.raises(ReadOnly):
                 await volume.fsync(ino)
             with pytest.raises(ReadOnly):

@@ -7,6 +7,7 @@ import stat
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trio
@@ -15,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from retainzfs.device import BLOCK, Condition, create_target, open_target
-from retainzfs.device.aio import AsyncEngine
+from retainzfs.device.aio import AsyncEngine, Ticket
 from retainzfs.device.emulated import EmulatedDevice, set_direct
 from retainzfs.device.head import ALIGNMENT, STATES
 from retainzfs.errors import ChecksumError, Damaged, DeviceError, ForeignTarget
@@ -269,6 +270,28 @@ async def test_a_failed_append_leaves_the_pointer(device: EmulatedDevice, image:
     await device.append(1, 8 * BLOCK, data)
     await device.flush()
     assert bytes(await device.read(1, 8 * BLOCK, 8 * BLOCK)) == bytes(data)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+async def test_appends_end_in_their_order_whoever_asks_first(
+    device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch, order: tuple[int, int]
+) -> None:
+    real = AsyncEngine.append
+    descriptors = iter([-1])  # the first write fails, the one behind it gets through
+
+    def broken(engine: AsyncEngine, fd: int, *rest: Any) -> Ticket:
+        return real(engine, next(descriptors, fd), *rest)
+
+    monkeypatch.setattr(AsyncEngine, "append", broken)
+    data = random_blocks(3)
+    appends = [device.append(0, 0, data), device.append(0, 3 * BLOCK, data)]
+    for which in order:
+        with pytest.raises(DeviceError, match="append to zone 0"):
+            await appends[which]
+    assert device.report()[0].write_pointer == 0, "it covers what was not written"
+    assert device.statistics()["appended_bytes"] == 0
+    await device.append(0, 0, data)
+    assert device.report()[0].write_pointer == 3 * BLOCK
 
 
 async def test_a_failed_first_append_leaves_the_zone_usable(device: EmulatedDevice) -> None:

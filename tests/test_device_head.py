@@ -111,6 +111,11 @@ class TestHead:
             Geometry(ZONE, ZONE + BLOCK, 16, 4, 6),
             Geometry(ZONE, 0, 16, 4, 6),
             Geometry(ZONE + 1, ZONE, 16, 4, 6),
+            Geometry(ZONE, ZONE - 1, 16, 4, 6),
+            Geometry(BLOCK, BLOCK, 16, 4, 6),
+            Geometry(ZONE, ZONE, 15, 4, 6),
+            Geometry(ZONE, ZONE, 16, 1, 6),
+            Geometry(ZONE, ZONE, 16, 4, 5),
             Geometry(ZONE, ZONE, 1 << 20, 4, 6),  # more pages than fit before the base
         ],
     )
@@ -138,7 +143,9 @@ class TestHead:
     @pytest.mark.parametrize(
         ("state", "text"),
         [
-            (ZoneState(Condition.EMPTY, 100), "write pointer at 100"),
+            (ZoneState(Condition.FULL, 100), "write pointer at 100"),
+            (ZoneState(Condition.EMPTY, BLOCK), f"write pointer at {BLOCK}"),
+            (ZoneState(Condition.FULL, 0, (1 << 32) - 1), "reset 4294967295 times"),
             (ZoneState(Condition.FULL, ZONE + BLOCK), f"write pointer at {ZONE + BLOCK}"),
             (ZoneState(Condition.NOT_WP), "condition 0"),
         ],

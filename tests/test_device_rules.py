@@ -149,6 +149,19 @@ def test_recorded_states_are_taken_over_closed() -> None:
     assert (rules.open, rules.active) == (0, 1)
 
 
+def test_active_zones_above_the_limit_come_back_full() -> None:
+    states = [ZoneState(Condition.CLOSED, BLOCK) for _ in range(GEOMETRY.zone_count)]
+    rules = ZoneRules("device", GEOMETRY, states)
+    limit = GEOMETRY.max_active
+    assert 0 < limit < GEOMETRY.zone_count
+    assert rules.active == limit
+    assert condition(rules, limit - 1) is Condition.CLOSED
+    assert condition(rules, limit) is Condition.FULL
+    rules.finish(0)
+    rules.reset([limit])
+    append(rules, limit)
+
+
 @pytest.mark.parametrize(
     ("found", "expected", "bad"),
     [

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, Phase, given, note, settings
 from hypothesis import strategies as st
 
 from retainzfs import fsck
-from retainzfs.device import Geometry, Sums
+from retainzfs.device import Geometry
 from retainzfs.device.memory import MemoryDevice
 from retainzfs.errors import NoSpace
 from retainzfs.journal import METADATA_ZONES_MIN
@@ -26,9 +26,7 @@ from retainzfs.zones import Kind
 from tests.helpers import (
     DIRECTORY,
     FILE,
-    CrashingDevice,
     content,
-    damage,
     formatted,
     mounted,
     options,
@@ -37,12 +35,14 @@ from tests.helpers import (
     until_power_cut,
     zones_of,
 )
+from tests.witness import WatchedDevice
 
 pytestmark = pytest.mark.volume
 
 ZONE = 256 << 10
 PATIENCE_S = 30.0  # for what takes a second on an idle machine
 PIECE = 1 << 16
+TURNS = 2  # that other tasks have while the device works
 POLICIES = [
     (b"keep_last", b"2"),
     (b"anchor", b"1"),
@@ -53,37 +53,6 @@ POLICIES = [
 # What a zone that is not worth a copy has beside live bytes: less than the gain that is asked for,
 # and the trailers that a copy would have.
 WASTE = GAIN_LEAST + 2 * BLOCK
-
-
-class Busy(MemoryDevice):
-    """Lets other tasks run wherever a real device would."""
-
-    async def ready(self, zone: int) -> None:
-        await trio.lowlevel.checkpoint()
-
-    def append(
-        self, zone: int, offset: int, data: memoryview, header: bytes = b""
-    ) -> Awaitable[Sums]:
-        appended = super().append(zone, offset, data, header)
-
-        async def later() -> Sums:
-            for _ in range(3):
-                await trio.lowlevel.checkpoint()
-            return await appended
-
-        return later()
-
-    async def flush(self) -> None:
-        await trio.lowlevel.checkpoint()
-        await super().flush()
-
-    async def reset(self, zones: Sequence[int]) -> None:
-        await trio.lowlevel.checkpoint()
-        await super().reset(zones)
-
-    async def finish(self, zone: int) -> None:
-        await trio.lowlevel.checkpoint()
-        await super().finish(zone)
 
 
 @dataclass(frozen=True)
@@ -102,10 +71,10 @@ class Shape:
         what `usable` says of each."""
         return (self.data_zones - 1) * usable(self.capacity) * BLOCK
 
-    async def device(self) -> Busy:
+    async def device(self) -> WatchedDevice:
         max_open = 4 if self.active == 6 else 8
         geometry = Geometry(ZONE, self.capacity, self.zones, max_open, self.active)
-        return await formatted(Busy(geometry))
+        return await formatted(WatchedDevice(geometry, delay=lambda: TURNS))
 
 
 SHAPES = st.builds(
@@ -262,8 +231,7 @@ async def check_nothing_is_lost(volume: Volume) -> None:
 
 
 async def check_clean(device: MemoryDevice) -> None:
-    report = fsck.Report("mem")
-    await fsck._check(device, report, True, fsck._silent)
+    report = await fsck.examine(device, scrub=True)
     assert not report.findings
 
 
@@ -483,7 +451,7 @@ async def test_damage_in_one_zone_does_not_keep_others_from_being_collected() ->
                 await put(volume, ROOT, b"keep-%d" % i, b"k" * 5_000)
                 await volume.syncfs()
             (zone,) = zones_of(volume, kept)
-            damage(device, zone, 0)
+            device.damage(zone, 0)
             for i in range(60):
                 await volume.unlink(ROOT, b"drop-%d" % i)
             ino = (await volume.make(ROOT, b"big", FILE, 0, 0)).ino
@@ -572,7 +540,7 @@ async def fill_extents(volume: Volume, length: int) -> list[bytes]:
             await volume.write(ino, rng.randrange(970) * BLOCK, b"x" * BLOCK)
             if rng.random() < 0.05:
                 await volume.fsync(ino)
-            await volume.setxattr(ino, b"user.a%d" % rng.randrange(500), b"a" * length)
+            await volume.setxattr(ino, b"user.a%d" % rng.randrange(1500), b"a" * length)
     except NoSpace:
         return [b"map"]
 
@@ -584,7 +552,7 @@ FILLERS = [fill_names, fill_links, fill_inline, fill_attributes, fill_extents]
 async def test_full_metadata_zones_take_deletions_and_go_on(
     filler: Callable[[Volume, int], Awaitable[list[bytes]]],
 ) -> None:
-    device = await formatted(Busy(small_device(zones=40).geometry))
+    device = await formatted(WatchedDevice(small_device(zones=40).geometry, delay=lambda: TURNS))
     with trio.fail_after(PATIENCE_S):
         async with mounted(device) as volume:
             names = await filler(volume, 200)
@@ -625,8 +593,7 @@ async def test_as_many_files_can_be_made_as_are_promised() -> None:
 @pytest.mark.parametrize("seed", range(8))
 async def test_full_metadata_zones_survive_a_power_cut(seed: int) -> None:
     rng = random.Random(seed)
-    device = CrashingDevice(small_device(zones=16).geometry)
-    await formatted(device)
+    device = await formatted(small_device(zones=16))
     names: list[bytes] = []
     with trio.fail_after(PATIENCE_S), until_power_cut():
         async with Volume.mounted(device, options()) as volume:

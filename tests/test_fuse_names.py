@@ -365,6 +365,7 @@ def test_the_control_directory_is_found_and_not_listed(live: Live) -> None:
         "stats.json",
         "zones.json",
         "generations.json",
+        "scrub.json",
         "metrics",
         "config.toml",
     }

@@ -198,7 +198,7 @@ def test_the_contract_lists_these_names() -> None:
     by_access = {
         access: {a.name for a in ATTRIBUTES.values() if a.access is access} for access in Access
     }
-    assert by_access[Access.ADMIN] == {"gc"}
+    assert by_access[Access.ADMIN] == {"gc", "scrub"}
     assert {"publish", "quota", "reserve", "stream_name", "sha256"} <= by_access[Access.LATER]
     assert {"state", "hint", "explain", "generations", "published"} <= by_access[Access.COMPUTED]
     policy = set(Policy.__dataclass_fields__) - {"origins"}

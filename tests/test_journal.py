@@ -8,15 +8,13 @@ import random
 import pytest
 
 from retainzfs import journal, layout
+from retainzfs.device.faults import FaultDevice
 from retainzfs.errors import Damaged, DeviceError, RetainzError
 from retainzfs.journal import Journal
 from retainzfs.layout import BLOCK, BatchKind
 from retainzfs.volume import ROOT, Volume
 from tests.helpers import (
     FILE,
-    CrashingDevice,
-    FaultyDevice,
-    damage,
     formatted,
     mounted,
     options,
@@ -29,7 +27,7 @@ pytestmark = pytest.mark.volume
 RECORD = layout.encode(layout.ZoneRecord(9, 1))
 
 
-async def opened(device: FaultyDevice) -> Journal:
+async def opened(device: FaultDevice) -> Journal:
     """Return the journal of a formatted device, ready to append."""
     replay, chain, end = await journal.scan(device)
     log = Journal(device, replay.superblock)
@@ -37,7 +35,7 @@ async def opened(device: FaultyDevice) -> Journal:
     return log
 
 
-async def logged(device: FaultyDevice, batches: int) -> Journal:
+async def logged(device: FaultDevice, batches: int) -> Journal:
     """Append batches, each flushed."""
     log = await opened(device)
     for _ in range(batches):
@@ -46,8 +44,8 @@ async def logged(device: FaultyDevice, batches: int) -> Journal:
     return log
 
 
-def faulty() -> FaultyDevice:
-    return FaultyDevice(small_device().geometry)
+def faulty() -> FaultDevice:
+    return small_device()
 
 
 async def test_batches_come_back_in_order() -> None:
@@ -69,7 +67,7 @@ async def test_a_torn_tail_rolls_back_and_nothing_follows_it(back: int) -> None:
     zone = log.chain[log.position]
     for _ in range(2):
         await log.append(BatchKind.LOG, RECORD, 1.0)
-    damage(device, zone, log.write_pointer - back * BLOCK + 10)
+    device.damage(zone, log.write_pointer - back * BLOCK + 10)
     replay, _, _ = await journal.scan(device)
     assert len(replay.log) == 3 + 2 - back
     assert replay.rolled_back == back * BLOCK
@@ -85,7 +83,7 @@ async def test_a_broken_batch_that_was_durable_is_damage() -> None:
     device = await formatted(faulty())
     log = await logged(device, 4)
     zone = log.chain[log.position]
-    damage(device, zone, log.write_pointer - 3 * BLOCK + 10)
+    device.damage(zone, log.write_pointer - 3 * BLOCK + 10)
     with pytest.raises(Damaged, match=f"zone {zone}, byte .*was durable") as caught:
         await journal.scan(device)
     assert caught.value.exit_code == 3
@@ -97,7 +95,7 @@ async def test_a_missing_zone_of_the_chain_is_damage() -> None:
     while log.position < 3:
         await log.append(BatchKind.LOG, RECORD * 1000, 1.0)
     await log.flush()
-    damage(device, log.chain[2], 10)
+    device.damage(log.chain[2], 10)
     with pytest.raises(Damaged, match="no complete snapshot"):
         await journal.scan(device)
 
@@ -106,11 +104,12 @@ async def test_a_missing_zone_of_the_chain_is_damage() -> None:
 async def test_a_failure_is_final(operation: str) -> None:
     device = await formatted(faulty())
     log = await logged(device, 1)
-    device.broken = operation == "flush"
-    device.bad = {log.chain[log.position]} if operation == "append" else set()
+    fault = device.fail(
+        operation, zones=None if operation == "flush" else {log.chain[log.position]}
+    )
     with pytest.raises(DeviceError):
-        await (log.append(BatchKind.LOG, RECORD, 1.0) if device.bad else log.flush())
-    device.broken, device.bad = False, set()
+        await (log.append(BatchKind.LOG, RECORD, 1.0) if operation == "append" else log.flush())
+    device.faults.remove(fault)
     appended = log.appended
     with pytest.raises(DeviceError):
         await log.append(BatchKind.LOG, RECORD, 1.0)
@@ -146,7 +145,7 @@ async def test_the_log_goes_round_for_ever() -> None:
 
 async def test_a_power_cut_at_any_operation_of_the_log() -> None:
     """The workload switches zones and takes snapshots; see that every cut keeps what was synced."""
-    whole = CrashingDevice(small_device(zones=12).geometry)
+    whole = small_device(zones=12)
     await formatted(whole)
     start = whole.operations
     async with Volume.mounted(whole, options()) as volume:
@@ -154,7 +153,7 @@ async def test_a_power_cut_at_any_operation_of_the_log() -> None:
         assert volume.journal.snapshot_position > 1
     rng = random.Random(7)
     for cut in range(start + 1, whole.operations + 1):
-        device = CrashingDevice(whole.geometry)
+        device = small_device(zones=12)
         await formatted(device)
         device.cut_at = cut
         with until_power_cut():
@@ -168,6 +167,34 @@ async def test_a_power_cut_at_any_operation_of_the_log() -> None:
                 ino = volume.lookup(ROOT, b"f").ino
                 value = int(volume.getxattr(ino, b"user.value").rstrip(b"\0"))
                 assert value in (acknowledged, acknowledged + 1)
+
+
+@pytest.mark.parametrize("after", range(1, 12))
+async def test_mounts_that_die_one_after_the_other_use_up_no_zones(after: int) -> None:
+    """Each dies so many operations after it began, most of them before it serves anybody."""
+    rng = random.Random(after)
+    device = small_device(zones=12)
+    await formatted(device)
+    device.cut_at = device.operations + 150
+    with until_power_cut():
+        async with Volume.mounted(device, options()) as volume:
+            await churn(volume, 10_000)
+    acknowledged: int = getattr(volume.journal, "acknowledged")  # noqa: B009
+    for _ in range(4 * journal.METADATA_ZONES_MIN):
+        device = device.after_cut(rng)
+        await device.start()
+        device.cut_at = device.operations + after
+        with until_power_cut():
+            async with Volume.mounted(device, options()) as volume:
+                while True:
+                    await volume.setxattr(ROOT, b"user.other", b"x")
+                    await volume.fsync(ROOT)
+    device = device.after_cut(rng)
+    await device.start()
+    async with mounted(device) as volume:
+        ino = volume.lookup(ROOT, b"f").ino
+        value = int(volume.getxattr(ino, b"user.value").rstrip(b"\0"))
+        assert value in (acknowledged, acknowledged + 1)
 
 
 async def test_a_snapshot_without_its_end_does_not_count() -> None:
@@ -236,6 +263,6 @@ async def test_a_damaged_superblock_of_the_newest_zone_is_damage() -> None:
         zone = log.chain[log.position]
         cut = copy.deepcopy(device)
     await cut.start()
-    damage(cut, zone, 10)
+    cut.damage(zone, 10)
     with pytest.raises(Damaged, match="superblock"):
         await journal.scan(cut)

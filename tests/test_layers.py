@@ -22,13 +22,14 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
     frozenset(layer.split())
     for layer in (
         "errors",
-        "_zio mounts",
+        "_zio failpoints mounts",
         "layout hints",
         "device",
-        "zones inodes",
+        "zones inodes replay",
         "namespace placement journal",
-        "lanes",
-        "reader",
+        "trouble mending backup",
+        "lanes extents consistency",
+        "reader scrub",
         "stream",
         "retention committer",
         "generations",
@@ -40,6 +41,7 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
         "control",
         "fs",
         "mkfs fsck unmounting",
+        "repair",
         "session",
         "mounting",
         "cli",
@@ -51,7 +53,7 @@ RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 # Outside packages, and who may import them: FUSE stays in the adapter, and what is pure neither
 # waits nor touches a descriptor.
 FUSE_ROOMS = {"fs", "control", "session"}
-PURE = {"errors", "layout", "hints", "zones", "placement", "inodes", "namespace"}
+PURE = {"errors", "layout", "hints", "zones", "placement", "inodes", "namespace", "consistency"}
 IMPURE = {"trio", "pyfuse3", "subprocess", "socket", "threading", "asyncio"}
 
 

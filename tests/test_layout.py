@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from retainzfs import layout
-from retainzfs.errors import NewerFormat
+from retainzfs.errors import Damaged, NewerFormat
 from retainzfs.layout import BLOCK, BatchHeader, BatchKind, Superblock
 
 pytestmark = pytest.mark.pure
@@ -19,28 +19,71 @@ U8 = st.integers(0, 2**8 - 1)
 U32 = st.integers(0, 2**32 - 1)
 U64 = st.integers(0, 2**64 - 1)
 I64 = st.integers(-(2**63), 2**63 - 1)
-I8 = st.integers(-128, 127)
-FLOAT = st.floats()
+FINITE = st.floats(allow_nan=False, allow_infinity=False)
 NAME = st.binary(min_size=1, max_size=layout.NAME_MAX)
 SUMS = st.binary(max_size=4 * layout.INLINE_SUMS_MAX)
 
+TABLE = bytes.maketrans(b"\0/.", b"abc")
+COUNT = st.integers(1, layout.COUNT_MAX)
+MODE = st.builds(lambda kind, bits: kind | bits, st.sampled_from(sorted(layout.FILE_TYPES)),
+                 st.integers(0, 0o7777))  # fmt: skip
+SIZE = st.integers(0, layout.FILE_SIZE_MAX)
+BLOCKS = st.integers(0, layout.FILE_SIZE_MAX // BLOCK - 2**32)
+WORD = st.binary(min_size=1, max_size=layout.NAME_MAX).map(lambda name: name.translate(TABLE))
+
 RECORDS: st.SearchStrategy[Any] = st.one_of(
-    st.builds(layout.InodeRecord, U64, U32, U32, U32, U32, U64, I64, I64, I64, U64, U64),
-    st.builds(layout.SizeRecord, U64, U64),
+    st.builds(layout.InodeRecord, COUNT, MODE, U32, U32, U32, U64, I64, I64, I64, U64, U64),
+    st.builds(layout.SizeRecord, U64, SIZE),
     st.builds(layout.ContentRecord, U64, st.binary(max_size=layout.SYMLINK_MAX)),
-    st.builds(layout.MapRecord, U64, U64, U32, U32, U32, U32, U32, st.integers(0, 65535), SUMS),
+    st.builds(layout.MapRecord, U64, BLOCKS, U32, U32, U32, U32, U32, st.integers(0, 65535), SUMS),
     st.builds(layout.FreeRecord, U64),
-    st.builds(layout.LinkRecord, U64, NAME, U64),
+    st.builds(layout.LinkRecord, U64, WORD, U64),
     st.builds(layout.UnlinkRecord, U64, NAME),
-    st.builds(layout.XattrRecord, U64, NAME, st.binary(max_size=65536)),
+    st.builds(layout.XattrRecord, U64, WORD, st.binary(max_size=layout.XATTR_VALUE_MAX)),
     st.builds(layout.XattrRemovedRecord, U64, NAME),
-    st.builds(layout.ZoneRecord, U32, U32),
+    st.builds(layout.ZoneRecord, U32, st.integers(0, layout.RESETS_MAX)),
     st.builds(
-        layout.GenerationRecord, U64, U64, U64, FLOAT, FLOAT, FLOAT, U64, I8, U64,
-        st.binary(max_size=255),
+        layout.GenerationRecord, COUNT, U64, U64, FINITE, st.just(math.inf) | FINITE,
+        st.just(math.nan) | FINITE, st.integers(0, layout.COUNT_MAX),
+        st.sampled_from(layout.GENERATION_STATES), U64, st.binary(max_size=255),
     ),
-    st.builds(layout.CountersRecord, U64, U64, U64),
+    st.builds(layout.CountersRecord, COUNT, COUNT, COUNT),
 )  # fmt: skip
+INODE = layout.InodeRecord(2, 0o100644, 0, 0, 1, 0, 0, 0, 0, 0, 1)
+GENERATION = layout.GenerationRecord(1, 1, 1, 0.0, math.inf, math.nan, 0, 0, 0, b"")
+MAP = layout.MapRecord(2, 0, 1, 0, 5, 1, 0, 4, bytes(16))
+FAR = layout.COUNT_MAX + 1
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        INODE._replace(ino=0),
+        INODE._replace(ino=FAR),
+        INODE._replace(mode=0o644),
+        INODE._replace(mode=1 << 31 | 0o100644),
+        layout.SizeRecord(2, layout.FILE_SIZE_MAX + 1),
+        MAP._replace(block=layout.FILE_SIZE_MAX // BLOCK),
+        *(layout.LinkRecord(1, name, 2) for name in (b"", b".", b"..", b"a/b", b"a\0")),
+        layout.XattrRecord(2, b"", b""),
+        layout.XattrRecord(2, b"a\0b", b""),
+        layout.XattrRecord(2, b"a", bytes(layout.XATTR_VALUE_MAX + 1)),
+        layout.ZoneRecord(5, layout.RESETS_MAX + 1),
+        GENERATION._replace(generation=0),
+        GENERATION._replace(order=FAR),
+        GENERATION._replace(state=4),
+        GENERATION._replace(state=-2),
+        GENERATION._replace(birth=math.nan),
+        GENERATION._replace(retire=-math.inf),
+        GENERATION._replace(committed=math.inf),
+        layout.CountersRecord(FAR, 1, 1),
+        layout.CountersRecord(1, 0, 1),
+    ],
+)
+def test_a_field_out_of_its_bounds_is_no_record(record: layout.Record) -> None:
+    encoded = layout.encode(record)
+    with pytest.raises(ValueError, match=r"inode|zone|generation|order|next"):
+        list(layout.decode(encoded))
 
 
 def same(a: object, b: object) -> bool:
@@ -73,7 +116,7 @@ def test_an_unknown_record_is_no_record() -> None:
 
 def batch(payload: bytes, kind: BatchKind = BatchKind.LOG) -> bytes:
     return layout.encode_batch(
-        BatchHeader(kind, len(payload), bytes(range(16)), 3, 7, 5, 0, 12.5), payload
+        BatchHeader(kind, len(payload), bytes(range(16)), 3, 7, 5, 0, 4, 12.5), payload
     )
 
 
@@ -84,8 +127,24 @@ def test_batches_come_back(kind: BatchKind, payload: bytes) -> None:
     decoded = layout.decode_batch(data)
     assert decoded is not None
     header, found = decoded
-    assert header == BatchHeader(kind, len(payload), bytes(range(16)), 3, 7, 5, 0, 12.5)
+    assert header == BatchHeader(kind, len(payload), bytes(range(16)), 3, 7, 5, 0, 4, 12.5)
     assert bytes(found) == payload
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"epoch": FAR}, {"sequence": 0}, {"clock_s": math.nan}, {"clock_s": math.inf},
+     {"clock_s": -1.0}, {"kind": 9}],
+)  # fmt: skip
+def test_a_batch_that_nobody_can_have_written_is_damage(change: dict[str, Any]) -> None:
+    header = BatchHeader(BatchKind.LOG, 0, bytes(16), 3, 7, 5, 0, 6, 12.5)._replace(**change)
+    with pytest.raises(ValueError, match=r"epoch|sequence|clock|9"):
+        layout.decode_batch(layout.encode_batch(header, b""))
+
+
+def test_a_batch_claims_no_more_than_a_writer_writes() -> None:
+    assert layout.batch_blocks(batch(bytes(layout.BATCH_MAX))[:BLOCK]) == 257
+    assert layout.batch_blocks(batch(bytes(layout.BATCH_MAX + 1))[:BLOCK]) == 0
 
 
 PAYLOAD = bytes(range(256)) * 20
@@ -103,15 +162,24 @@ def test_a_cut_batch_is_no_batch(length: int) -> None:
     assert layout.decode_batch(batch(PAYLOAD)[:length]) is None
 
 
-SUPERBLOCK = Superblock(bytes(range(16)), 1 << 28, 1 << 27, 1000, 10, 5, 99, 3)
+SUPERBLOCK = Superblock(bytes(range(16)), 1 << 28, 1 << 27, 1000, 10, 5, 99, 3, 97)
 
 
-@given(U64, U64, U64)
+@given(COUNT, COUNT, U64)
 def test_superblocks_come_back(position: int, first: int, snapshot: int) -> None:
     block = SUPERBLOCK._replace(
         position=position, first_sequence=first, snapshot_position=snapshot, compatible=6
     )
     assert Superblock.decode(block.encode(), "disk") == block
+
+
+@pytest.mark.parametrize("field", ["position", "first_sequence"])
+@pytest.mark.parametrize("number", [0, FAR])
+def test_a_superblock_that_counts_too_far_is_damage(field: str, number: int) -> None:
+    changes: dict[str, Any] = {field: number}
+    block = SUPERBLOCK._replace(**changes)
+    with pytest.raises(Damaged, match="disk"):
+        Superblock.decode(block.encode(), "disk")
 
 
 @given(st.integers(0, BLOCK * 8 - 1))

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from retainzfs import layout
+from retainzfs import consistency, layout
 from retainzfs.inodes import Spans
 from retainzfs.layout import BLOCK
 from retainzfs.namespace import ROOT, Extent, FSError, Inode, Namespace, Run
@@ -161,6 +161,18 @@ def test_merged_spans_hold_the_same_blocks(spans: list[tuple[int, int]]) -> None
     assert all(a[1] < b[0] for a, b in pairwise(merged))
 
 
+@given(st.lists(st.tuples(block, block), max_size=8), block, block)
+def test_removed_spans_are_gone_and_nothing_else(
+    spans: list[tuple[int, int]], start: int, end: int
+) -> None:
+    left = Spans(spans)
+    left.remove(start, end)
+    held = {b for s, e in spans for b in range(s, e)} - set(range(start, end))
+    assert {b for s, e in left for b in range(s, e)} == held
+    assert all(s < e for s, e in left)
+    assert all(a[1] < b[0] for a, b in pairwise(left))
+
+
 KEYS = st.integers(2, 4)
 RECORDS = st.one_of(
     st.builds(inode_record, KEYS),
@@ -234,6 +246,11 @@ def test_a_log_replayed_over_its_own_result_changes_nothing(
         layout.UnlinkRecord(ROOT, b"a"),
         layout.MapRecord(2, 0, 5, 0, 5, 1, 0, 4, b""),
         layout.MapRecord(2, 0, 1, 0, 5, 1, 0, layout.RUN_BLOCKS_MAX + 1, b""),
+        layout.MapRecord(ROOT, 0, 1, 0, 5, 1, 0, 1, bytes(4)),
+        layout.SizeRecord(ROOT, 1),
+        layout.ContentRecord(ROOT, b"a"),
+        layout.ContentRecord(2, bytes(layout.INLINE_DATA_MAX + 1)),
+        inode_record(2, DIRECTORY),
     ],
 )
 def test_a_record_that_contradicts_the_state_is_refused(record: layout.Record) -> None:
@@ -262,6 +279,6 @@ def test_paths_and_their_errors() -> None:
         namespace.child(2, b"g")
     with pytest.raises(FSError, match="Not a directory"):
         namespace.directory(3)
-    assert list(namespace.check()) == []
+    assert list(consistency.check(namespace)) == []
     namespace.apply(layout.UnlinkRecord(2, b"f"))
-    assert list(namespace.check()) == ["inode 3 counts 1 links and has 0"]
+    assert list(consistency.check(namespace)) == ["inode 3 counts 1 links and has 0"]

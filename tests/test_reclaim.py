@@ -11,9 +11,18 @@ import trio
 from retainzfs.errors import FSError, NoSpace
 from retainzfs.layout import BLOCK
 from retainzfs.volume import ROOT, Volume
-from tests.helpers import FILE, content, formatted, mounted, put, small_device, zones_of
+from tests.helpers import (
+    FILE,
+    content,
+    formatted,
+    mounted,
+    put,
+    small_device,
+    zones_of,
+)
+from tests.quiescence import check_quiescent
 
-pytestmark = pytest.mark.volume
+pytestmark = [pytest.mark.volume, pytest.mark.power_cuts(5)]
 
 PIECE = 50_000
 
@@ -100,6 +109,7 @@ async def test_readers_meet_right_bytes_during_collection() -> None:
                 nursery.cancel_scope.cancel()
         assert reads > len(kept)
         assert volume.reclaim.copied > 0
+        await check_quiescent(volume)
 
 
 async def test_overwriting_for_ever_needs_no_more_space() -> None:
@@ -118,6 +128,7 @@ async def test_overwriting_for_ever_needs_no_more_space() -> None:
                     await volume.fsync(ino)
             assert await content(volume, ino) == data
             assert volume.reclaim.resets > 0
+            await check_quiescent(volume)
 
 
 async def test_a_zone_is_not_reset_before_the_delete_is_durable() -> None:
@@ -173,6 +184,7 @@ async def test_a_full_device_keeps_its_bytes_and_takes_deletes() -> None:
             assert await content(volume, retried) == b"r" * PIECE
             await check(volume, accepted)
             assert volume.stream.write_errors == 0
+            await check_quiescent(volume)
         async with mounted(device) as volume:
             await check(volume, accepted)
 
@@ -219,6 +231,7 @@ async def test_many_kinds_on_few_active_zones_neither_hang_nor_lose(seed: int) -
                 for number in range(6):
                     nursery.start_soon(writer, number)
         assert volume.stream.write_errors == 0
+        await check_quiescent(volume)
 
 
 async def save(volume: Volume, directory: int, name: bytes, rng: random.Random) -> None:
@@ -252,3 +265,4 @@ async def test_overwriting_in_place_goes_on_for_ever() -> None:
                 await volume.fsync(ino)
         assert volume.reclaim.collections > 20, "there was nothing to collect"
         assert await content(volume, ino) == bytes(data)
+        await check_quiescent(volume)

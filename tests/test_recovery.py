@@ -16,7 +16,6 @@ from retainzfs.layout import BLOCK
 from retainzfs.volume import ROOT, FSError, Volume
 from tests.helpers import (
     FILE,
-    CrashingDevice,
     content,
     formatted,
     mounted,
@@ -151,8 +150,7 @@ async def test_bytes_above_a_write_pointer_are_an_error_of_their_file() -> None:
         (zone,) = zones_of(volume, second)
         pointer = volume.inode(second).extents[0].run.start * BLOCK
         assert zones_of(volume, first) == {zone}
-    device.rules.states[zone].pointer = pointer
-    del device._zones[zone][pointer:]
+    device.roll_back(zone, pointer)
     async with mounted(device) as volume:
         assert await content(volume, first) == b"1" * 50_000
         with pytest.raises(FSError) as caught:
@@ -184,8 +182,23 @@ async def test_a_zone_that_takes_no_more_keeps_its_bytes(condition: Condition) -
         assert volume.failed is None
 
 
+@pytest.mark.parametrize("clean", [True, False])
+async def test_the_log_goes_on_beside_a_zone_that_takes_no_more(clean: bool) -> None:
+    device, files = await used(clean=clean)
+    (newest, _), *_ = sorted(
+        (await read_superblocks(device)).items(), key=lambda item: -item[1].position
+    )
+    device.rules.set_condition(newest, Condition.READ_ONLY)
+    for i in range(3):
+        async with mounted(device) as volume:
+            await put(volume, ROOT, b"new%d" % i, b"n" * 50_000)
+            await volume.syncfs()
+        files[b"/new%d" % i] = b"n" * 50_000
+    assert await examine(device, files) == "right"
+
+
 async def test_orphans_are_gone_after_a_crash() -> None:
-    device = CrashingDevice(small_device().geometry)
+    device = small_device()
     await formatted(device)
     with until_power_cut():
         async with Volume.mounted(device, options()) as volume:

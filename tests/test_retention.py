@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import io
 import json
+import random
+import sys
 import zipfile
 from typing import Any
 
 import pytest
 
 from retainzfs.errors import NoSpace
-from retainzfs.volume import ROOT, Options, Volume
+from retainzfs.volume import ROOT, FSError, Options, Volume
 from retainzfs.zones import Kind
 from tests.helpers import (
     DIRECTORY,
@@ -21,10 +23,12 @@ from tests.helpers import (
     options,
     put,
     small_device,
+    tree,
+    until_power_cut,
     zones_of,
 )
 
-pytestmark = pytest.mark.volume
+pytestmark = [pytest.mark.volume, pytest.mark.power_cuts(5)]
 
 
 def archive(length: int = 5000) -> bytes:
@@ -62,7 +66,7 @@ def mount(clock: Clock) -> Options:
 
 
 async def test_a_closed_archive_is_complete_and_a_broken_one_is_not(mount: Options) -> None:
-    async with Volume.mounted(await formatted(small_device()), mount) as volume:
+    async with mounted(await formatted(small_device()), mount) as volume:
         await put(volume, ROOT, b"step-1.pt", archive())
         await put(volume, ROOT, b"step-2.pt", archive()[:-10])
         await volume.make(ROOT, b"step-3.pt", FILE, 0, 0)
@@ -70,7 +74,7 @@ async def test_a_closed_archive_is_complete_and_a_broken_one_is_not(mount: Optio
 
 
 async def test_a_marker_completes_a_directory(mount: Options) -> None:
-    async with Volume.mounted(await formatted(small_device()), mount) as volume:
+    async with mounted(await formatted(small_device()), mount) as volume:
         step = await directory(volume, b"checkpoint-5")
         await put(volume, step, b"model.bin", b"x" * 9000)
         deeper = await directory(volume, b"rank", step)
@@ -82,7 +86,7 @@ async def test_a_marker_completes_a_directory(mount: Options) -> None:
 
 
 async def test_a_rename_from_a_temporary_name_completes(mount: Options) -> None:
-    async with Volume.mounted(await formatted(small_device()), mount) as volume:
+    async with mounted(await formatted(small_device()), mount) as volume:
         step = await directory(volume, b"tmp-checkpoint-5")
         await put(volume, step, b"trainer_state.json", b"{}")
         assert set(states(volume).values()) <= {"writing"}
@@ -94,7 +98,7 @@ async def test_a_rename_from_a_temporary_name_completes(mount: Options) -> None:
 
 
 async def test_the_commit_attribute_completes(mount: Options) -> None:
-    async with Volume.mounted(await formatted(small_device()), mount) as volume:
+    async with mounted(await formatted(small_device()), mount) as volume:
         step = await directory(volume, b"iter_0000007")
         ino = await put(volume, step, b"shard", b"x" * 9000)
         await volume.setxattr(step, b"user.retainz.commit", b"1")
@@ -106,7 +110,7 @@ async def test_the_commit_attribute_completes(mount: Options) -> None:
 
 async def test_cadence_is_learned_and_gives_retirements(clock: Clock, mount: Options) -> None:
     device = await formatted(small_device())
-    async with Volume.mounted(device, mount) as volume:
+    async with mounted(device, mount) as volume:
         await volume.setxattr(ROOT, b"user.retainz.keep_last", b"3")
         for number in (1, 2, 3):
             await put(volume, ROOT, b"step-%d.pt" % number, archive())
@@ -121,12 +125,12 @@ async def test_cadence_is_learned_and_gives_retirements(clock: Clock, mount: Opt
         await put(volume, ROOT, b"step-4.pt", archive())
         assert row(volume, 1)["state"] == "retired"
         assert row(volume, 2)["state"] == "complete"
-    async with Volume.mounted(device, mount) as volume:
+    async with mounted(device, mount) as volume:
         assert volume.statistics()["streams"][0]["cadence_s"] == pytest.approx(100, abs=1)
 
 
 async def test_stated_epochs_and_sizes_are_inherited(mount: Options) -> None:
-    async with Volume.mounted(await formatted(small_device()), mount) as volume:
+    async with mounted(await formatted(small_device()), mount) as volume:
         run = await directory(volume, b"run", birth=b"12.5", retire=b"40", size=b"600K")
         deeper = await directory(volume, b"deeper", run)
         ino = await put(volume, deeper, b"step-1.pt", archive())
@@ -145,7 +149,7 @@ async def test_stated_epochs_and_sizes_are_inherited(mount: Options) -> None:
 
 
 async def test_a_changed_policy_moves_what_is_there(mount: Options) -> None:
-    async with Volume.mounted(await formatted(small_device()), mount) as volume:
+    async with mounted(await formatted(small_device()), mount) as volume:
         await volume.setxattr(ROOT, b"user.retainz.cadence", b"60s")
         await volume.setxattr(ROOT, b"user.retainz.keep_last", b"1")
         for number in (9, 10, 100):
@@ -164,7 +168,7 @@ async def test_generations_are_listed_by_number_and_go_with_their_last_file(
     mount: Options,
 ) -> None:
     device = await formatted(small_device())
-    async with Volume.mounted(device, mount) as volume:
+    async with mounted(device, mount) as volume:
         for number in (100, 9, 10):
             await put(volume, ROOT, b"model-%d.pt" % number, archive())
             await put(volume, ROOT, b"optimizer-%d.pt" % number, archive())
@@ -173,14 +177,14 @@ async def test_generations_are_listed_by_number_and_go_with_their_last_file(
         assert [r["number"] for r in volume.generations(ROOT)] == [9, 10, 100]
         await volume.unlink(ROOT, b"optimizer-10.pt")
         assert [r["number"] for r in volume.generations(ROOT)] == [9, 100]
-    async with Volume.mounted(device, mount) as volume:
+    async with mounted(device, mount) as volume:
         assert [r["number"] for r in volume.generations(ROOT)] == [9, 100]
         assert len(volume.namespace.generations) == 2
 
 
 async def test_the_newest_in_commit_order_are_kept(mount: Options) -> None:
     """A run that was set back saves lower numbers: those are the newest then."""
-    async with Volume.mounted(await formatted(small_device()), mount) as volume:
+    async with mounted(await formatted(small_device()), mount) as volume:
         await volume.setxattr(ROOT, b"user.retainz.keep_last", b"2")
         for number in (10, 20, 30, 20, 5, 6):
             name = b"step-%d.pt" % number
@@ -198,7 +202,7 @@ async def test_the_newest_in_commit_order_are_kept(mount: Options) -> None:
 
 async def test_reaping_deletes_what_the_stream_keeps_no_longer(mount: Options) -> None:
     device = await formatted(small_device())
-    async with Volume.mounted(device, mount) as volume:
+    async with mounted(device, mount) as volume:
         run = await directory(volume, b"run", keep_last=b"2", reap=b"1", keep_every=b"10")
         for number in (10, 11, 12, 13):
             step = await directory(volume, b"checkpoint-%d" % number, run)
@@ -210,12 +214,12 @@ async def test_reaping_deletes_what_the_stream_keeps_no_longer(mount: Options) -
             b"checkpoint-10", b"checkpoint-12", b"checkpoint-13",
         ]  # fmt: skip
         assert volume.inode(run).nlink == 2 + 3
-    async with Volume.mounted(device, mount) as volume:
+    async with mounted(device, mount) as volume:
         assert set(states(volume)) == {10, 12, 13}
 
 
 async def test_trackers_are_in_no_generation(mount: Options) -> None:
-    async with Volume.mounted(await formatted(small_device()), mount) as volume:
+    async with mounted(await formatted(small_device()), mount) as volume:
         await volume.setxattr(ROOT, b"user.retainz.keep_last", b"2")
         for name in (b"latest", b"last.ckpt", b"latest_checkpointed_iteration.txt", b"train.log"):
             ino = await put(volume, ROOT, name, b"x" * 5000)
@@ -226,7 +230,7 @@ async def test_trackers_are_in_no_generation(mount: Options) -> None:
 
 
 async def test_names_decide_where_a_moved_file_belongs(mount: Options) -> None:
-    async with Volume.mounted(await formatted(small_device()), mount) as volume:
+    async with mounted(await formatted(small_device()), mount) as volume:
         run = await directory(volume, b"run", keep_last=b"2", cadence=b"60s")
         ino = await put(volume, run, b"step-1.pt", archive())
         await volume.rename(run, b"step-1.pt", ROOT, b"kept")
@@ -241,7 +245,7 @@ async def test_names_decide_where_a_moved_file_belongs(mount: Options) -> None:
 
 async def test_a_stream_is_renamed_while_it_is_written(mount: Options) -> None:
     device = await formatted(small_device())
-    async with Volume.mounted(device, mount) as volume:
+    async with mounted(device, mount) as volume:
         run = await directory(volume, b"run", keep_last=b"2", cadence=b"60s")
         ino = (await volume.make(run, b"step-1.pt", FILE, 0, 0)).ino
         volume.open(ino)
@@ -256,12 +260,12 @@ async def test_a_stream_is_renamed_while_it_is_written(mount: Options) -> None:
         assert [(r["number"], r["path"], r["state"]) for r in volume.generations(ROOT)] == [
             (1, "/moved/step-1.pt", "complete")
         ]
-    async with Volume.mounted(device, mount) as volume:
+    async with mounted(device, mount) as volume:
         assert row(volume, 1)["path"] == "/moved/step-1.pt"
 
 
 async def test_a_new_inode_inherits_nothing(mount: Options) -> None:
-    async with Volume.mounted(await formatted(small_device()), mount) as volume:
+    async with mounted(await formatted(small_device()), mount) as volume:
         old = await put(volume, ROOT, b"step-1.pt", archive())
         await volume.setxattr(old, b"user.retainz.anchor", b"1")
         await volume.unlink(ROOT, b"step-1.pt")
@@ -274,7 +278,7 @@ async def test_a_new_inode_inherits_nothing(mount: Options) -> None:
 
 async def test_a_file_with_a_retirement_is_a_generation_by_itself(mount: Options) -> None:
     device = await formatted(small_device())
-    async with Volume.mounted(device, mount) as volume:
+    async with mounted(device, mount) as volume:
         ino = await put(volume, ROOT, b"data.bin", b"")
         await volume.setxattr(ino, b"user.retainz.anchor", b"1")
         await volume.write(ino, 0, b"x" * 9000)
@@ -284,7 +288,7 @@ async def test_a_file_with_a_retirement_is_a_generation_by_itself(mount: Options
         await volume.rename(ROOT, b"data.bin", ROOT, b"other.bin")
         assert volume.generations(ROOT)[0]["path"] == "/other.bin"
         await volume.unlink(ROOT, b"other.bin")
-    async with Volume.mounted(device, mount) as volume:
+    async with mounted(device, mount) as volume:
         assert volume.generations(ROOT) == []
         assert volume.namespace.generations == {}
 
@@ -317,3 +321,229 @@ async def test_a_reader_that_closes_completes_nothing() -> None:
         assert states(volume) == {1: "writing"}
         await volume.flush(ino)
         assert states(volume) == {1: "complete"}
+
+
+async def test_a_reaped_directory_that_somebody_has_open_costs_nothing_in_a_crash() -> None:
+    """Its files are gone with it; no name may be left that leads to one of them."""
+    device = await formatted(small_device())
+    async with mounted(device) as volume:
+        await volume.setxattr(ROOT, b"user.retainz.keep_last", b"1")
+        step = await directory(volume, b"step-1")
+        inner = await directory(volume, b"shards", step)
+        await put(volume, inner, b"data", b"x" * 9000)
+        volume.open(step)
+        volume.open(inner)
+        volume.remove_tree(ROOT, b"step-1")
+        assert volume.entries(step) == volume.entries(inner) == []
+        await put(volume, ROOT, b"other", b"x")
+        with pytest.raises(FSError, match="was removed"):
+            await volume.rename(ROOT, b"other", inner, b"late")
+        await volume.syncfs()
+        cut = device.after_cut(random.Random(1))
+    await cut.start()
+    async with mounted(cut) as volume:
+        assert not {step, inner} & volume.namespace.inodes.keys()
+
+
+async def test_a_tree_of_any_depth_is_renamed_and_removed() -> None:
+    async with mounted(await formatted(small_device())) as volume:
+        parent = top = await directory(volume, b"top")
+        for _ in range(sys.getrecursionlimit() + 100):
+            parent = (await volume.make(parent, b"deep", DIRECTORY, 0, 0)).ino
+        await put(volume, parent, b"f", b"x")
+        await volume.rename(ROOT, b"top", ROOT, b"moved")
+        assert volume.lookup(ROOT, b"moved").ino == top
+        volume.remove_tree(ROOT, b"moved")
+        await volume.syncfs()
+        assert volume.namespace.inodes.keys() == {ROOT}
+
+
+async def test_a_generation_outlives_the_directory_of_its_newest_name(mount: Options) -> None:
+    async with mounted(await formatted(small_device()), mount) as volume:
+        ino = await put(volume, ROOT, b"step-1.pt", archive())
+        other = await directory(volume, b"other")
+        await volume.link(ino, other, b"step-1.pt")
+        await volume.unlink(other, b"step-1.pt")
+        await volume.rmdir(ROOT, b"other")
+        volume.open(ino)
+        await volume.write(ino, 0, b"P")
+        await volume.flush(ino)
+        volume.close(ino)
+        assert volume.explain(ino)["class"] == "checkpoint"
+
+
+async def test_a_close_makes_completeness_durable_even_of_bytes_that_were() -> None:
+    device = await formatted(small_device())
+    with until_power_cut():
+        async with mounted(device) as volume:
+            ino = (await volume.make(ROOT, b"step-1.bin", FILE, 0, 0)).ino
+            volume.open(ino)
+            await volume.write(ino, 0, b"x" * 50_000)
+            await volume.fsync(ino)
+            await volume.flush(ino)
+            device.cut_at = device.operations + 1
+            await volume.syncfs()
+            await volume.make(ROOT, b"more", FILE, 0, 0)
+            await volume.syncfs()
+    survivor = device.after_cut(random.Random(1))
+    await survivor.start()
+    async with mounted(survivor) as volume:
+        assert [row["state"] for row in volume.generations(ROOT)] == ["complete"]
+
+
+async def test_every_file_of_a_stream_is_durable_when_it_is_closed() -> None:
+    """Trackers and copies of the newest generation too: a trainer goes on when they are closed."""
+    device = await formatted(small_device())
+    with until_power_cut():
+        async with mounted(device) as volume:
+            await put(volume, ROOT, b"step-1.bin", b"x" * 50_000)
+            await put(volume, ROOT, b"latest", b"step-1")
+            await put(volume, ROOT, b"last.ckpt", b"y" * 50_000)
+            device.cut_at = device.operations + 1
+            await volume.make(ROOT, b"more", FILE, 0, 0)
+            await volume.syncfs()
+    survivor = device.after_cut(random.Random(1))
+    await survivor.start()
+    async with mounted(survivor) as volume:
+        found = await tree(volume)
+        assert (found[b"/latest"], found[b"/last.ckpt"]) == (b"step-1", b"y" * 50_000)
+
+
+async def opened(volume: Volume, parent: int, name: bytes, data: bytes) -> int:
+    """Begin a file and leave it open."""
+    ino = (await volume.make(parent, name, FILE, 0, 0)).ino
+    volume.open(ino)
+    await volume.write(ino, 0, data)
+    return ino
+
+
+async def closed(volume: Volume, ino: int, *, died: bool = False) -> None:
+    await volume.flush(ino, died=lambda: died)
+    volume.close(ino)
+
+
+async def test_a_generation_counts_when_the_last_of_its_files_is_closed() -> None:
+    async with mounted(await formatted(small_device())) as volume:
+        one = await opened(volume, ROOT, b"model-5.pt", archive())
+        other = await opened(volume, ROOT, b"optimizer-5.pt", archive())
+        await closed(volume, one)
+        assert states(volume) == {5: "writing"}
+        await closed(volume, other)
+        assert states(volume) == {5: "complete"}
+        step = await directory(volume, b"checkpoint-6")
+        log_file = await opened(volume, step, b"train.log", b"never closed")
+        late = await opened(volume, step, b"rng_state_1.bin", b"x" * 9000)
+        await put(volume, step, b"trainer_state.json", b"{}")
+        assert states(volume)[6] == "writing"
+        await closed(volume, late)
+        assert states(volume)[6] == "complete"
+        await closed(volume, log_file)
+
+
+async def test_a_file_in_doubt_speaks_for_its_whole_generation() -> None:
+    async with mounted(await formatted(small_device())) as volume:
+        step = await directory(volume, b"step-5")
+        shard = await opened(volume, step, b"__0_0.distcp", b"x" * 9000)
+        await closed(volume, shard, died=True)
+        await put(volume, step, b".metadata", b"m" * 100)
+        assert states(volume) == {5: "incomplete"}
+        volume.open(shard)
+        await volume.setattr(shard, size=0)
+        assert row(volume, 5)["reason"] is None
+        await volume.write(shard, 0, b"x" * 9000)
+        await closed(volume, shard)
+        assert states(volume) == {5: "writing"}, "the marker is older than the shard"
+        await volume.unlink(step, b".metadata")
+        await put(volume, step, b".metadata", b"m" * 100)
+        assert states(volume) == {5: "complete"}
+        late = await opened(volume, step, b"__1_0.distcp", b"x" * 9000)
+        await closed(volume, late, died=True)
+        assert states(volume) == {5: "incomplete"}, "evidence that comes late counts too"
+        await volume.unlink(step, b"__1_0.distcp")
+        await volume.rename(step, b".metadata", step, b".metadata.tmp")
+        await volume.rename(step, b".metadata.tmp", step, b".metadata")
+        assert states(volume) == {5: "complete"}
+
+
+async def test_whoever_sets_commit_knows_better() -> None:
+    async with mounted(await formatted(small_device())) as volume:
+        ino = await opened(volume, ROOT, b"step-5.npz", b"in a format of our own")
+        await volume.setxattr(ino, b"user.retainz.commit", b"1")
+        assert states(volume) == {5: "complete"}
+        await closed(volume, ino)
+        assert states(volume) == {5: "complete"}
+
+
+async def test_a_save_that_was_given_up_is_told_by_the_next() -> None:
+    async with mounted(await formatted(small_device())) as volume:
+        left = await directory(volume, b"checkpoint-1")
+        await put(volume, left, b"model.bin", b"x" * 9000)
+        slow = await directory(volume, b"checkpoint-2")
+        ino = await opened(volume, slow, b"model.bin", b"x" * 9000)
+        step = await directory(volume, b"checkpoint-3")
+        await put(volume, step, b"trainer_state.json", b"{}")
+        assert states(volume) == {1: "incomplete", 2: "writing", 3: "complete"}
+        await closed(volume, ino)
+        await put(volume, slow, b"trainer_state.json", b"{}")
+        await put(volume, left, b"trainer_state.json", b"{}")
+        assert states(volume) == {1: "complete", 2: "complete", 3: "complete"}
+
+
+async def test_a_file_that_is_not_durable_yet_is_written_again() -> None:
+    async with mounted(await formatted(small_device()), commit=5.0) as volume:
+        ino = await put(volume, ROOT, b"step-1.pt", archive())
+        assert states(volume) == {1: "complete"}
+        volume.open(ino)
+        await volume.setattr(ino, size=0)
+        assert states(volume) == {1: "writing"}
+        await volume.write(ino, 0, archive()[:100])
+        await closed(volume, ino, died=True)
+        assert states(volume) == {1: "incomplete"}
+
+
+async def test_sizes_are_not_learned_from_a_torn_file() -> None:
+    """Half of a save that was torn when it was repeated must not pass for a whole one later."""
+    device = await formatted(small_device())
+    async with mounted(device) as volume:
+        ino = await put(volume, ROOT, b"step-2.msgpack", b"x" * 90_000)
+        await put(volume, ROOT, b"step-1.msgpack", b"x" * 90_000)
+        volume.open(ino)
+        await volume.setattr(ino, size=0)
+        await volume.write(ino, 0, b"x" * 9000)
+        await closed(volume, ino, died=True)
+        await volume.unlink(ROOT, b"step-1.msgpack")
+        await put(volume, ROOT, b"step-3.msgpack", b"x" * 90_000)
+        await closed(volume, await opened(volume, ROOT, b"step-4.msgpack", b"x" * 9000))
+        assert states(volume) == {2: "incomplete", 3: "complete", 4: "incomplete"}
+    async with mounted(device) as volume:
+        await closed(volume, await opened(volume, ROOT, b"step-5.msgpack", b"x" * 45_000))
+        assert states(volume)[5] == "incomplete"
+
+
+@pytest.mark.parametrize("cut", [False, True])
+async def test_a_refused_range_counts_until_it_is_written_or_cut_off(cut: bool) -> None:
+    async with mounted(await formatted(small_device(zones=24))) as volume:
+        filler = await put(volume, ROOT, b"filler", b"")
+        ino = await opened(volume, ROOT, b"step-2.msgpack", b"x" * 100_000)
+        volume.open(filler)
+        with pytest.raises(NoSpace):
+            await fill_up(volume, filler)
+        with pytest.raises(NoSpace):  # noqa: PT012
+            for at in range(100_000, 1 << 30, 100_000):
+                await volume.write(ino, at, b"x" * 100_000)
+        await volume.flush(ino)
+        assert row(volume, 2)["reason"] == "a write to it failed"
+        await volume.setattr(filler, size=0)
+        await volume.write(ino, 0, b"y" * 50_000)
+        await volume.flush(ino)
+        assert states(volume) == {2: "incomplete"}
+        if cut:
+            await volume.setattr(ino, size=at)
+        else:
+            await volume.write(ino, at, b"x" * 60_000)
+            await volume.flush(ino)
+            assert states(volume) == {2: "incomplete"}
+            await volume.write(ino, at + 50_000, b"x" * 50_000)
+        await closed(volume, ino)
+        assert states(volume) == {2: "complete"}
+        await closed(volume, filler)

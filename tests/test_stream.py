@@ -17,9 +17,7 @@ from retainzfs.stream import SHARED_MAX, SLOT
 from retainzfs.volume import ROOT, FSError, Volume
 from tests.helpers import (
     FILE,
-    FaultyDevice,
     content,
-    damage,
     formatted,
     mounted,
     put,
@@ -27,7 +25,7 @@ from tests.helpers import (
     zones_of,
 )
 
-pytestmark = pytest.mark.volume
+pytestmark = [pytest.mark.volume, pytest.mark.power_cuts(5)]
 
 EDGES = sorted(
     {
@@ -128,10 +126,10 @@ async def test_generations_written_at_once_keep_the_device_limits() -> None:
 
 
 async def test_a_failed_write_goes_elsewhere() -> None:
-    device = await formatted(FaultyDevice(small_device().geometry))
+    device = await formatted(small_device())
     data = random.Random(1).randbytes(300_000)
     async with mounted(device) as volume:
-        device.bad = {4}
+        device.fail("append", zones={4})
         ino = await put(volume, ROOT, b"f", data)
         await volume.fsync(ino)
         assert volume.stream.write_errors > 0
@@ -142,11 +140,11 @@ async def test_a_failed_write_goes_elsewhere() -> None:
 
 
 async def test_a_write_that_fails_everywhere_is_reported_until_truncated() -> None:
-    device = await formatted(FaultyDevice(small_device().geometry))
+    device = await formatted(small_device())
     async with mounted(device) as volume:
         good = await put(volume, ROOT, b"good", b"g" * 20_000)
         await volume.fsync(good)
-        device.bad = set(range(4, 48))
+        device.fail("append", zones=range(4, 48))
         bad = await new(volume, b"bad")
         await volume.write(bad, 0, b"b" * 20_000)
         for _ in range(2):
@@ -157,7 +155,7 @@ async def test_a_write_that_fails_everywhere_is_reported_until_truncated() -> No
         with pytest.raises(FSError, match="could not be written"):
             await volume.read(bad, 0, 10)
         assert await content(volume, good) == b"g" * 20_000
-        device.bad = set()
+        device.faults.clear()
         await volume.setattr(bad, size=0)
         await volume.write(bad, 0, b"again" * 1000)
         await volume.fsync(bad)
@@ -174,7 +172,7 @@ async def test_damage_is_an_error_of_its_range_only(blocks: int) -> None:
         ino = await put(volume, ROOT, b"f", data)
         await volume.fsync(ino)
         extent = volume.inode(ino).extents[0]
-        damage(device, extent.run.zone, (extent.run.start + 7) * BLOCK + 5)
+        device.damage(extent.run.zone, (extent.run.start + 7) * BLOCK + 5)
         with pytest.raises(FSError) as caught:
             await volume.read(ino, 7 * BLOCK, 10)
         assert caught.value.errno == 5
@@ -189,16 +187,16 @@ async def test_damage_is_an_error_of_its_range_only(blocks: int) -> None:
 
 
 async def test_staged_bytes_are_read_while_they_are_written() -> None:
-    device = await formatted(FaultyDevice(small_device().geometry))
+    device = await formatted(small_device())
     async with mounted(device) as volume:
         ino = await new(volume, b"f")
         await volume.write(ino, 0, b"a" * 50_000)
-        device.gate = gate = trio.Event()
+        held = device.hold("append")
         async with trio.open_nursery() as nursery:
             nursery.start_soon(volume.fsync, ino)
-            await device.waiting.wait()
+            await held.reached.wait()
             assert await content(volume, ino) == b"a" * 50_000
-            gate.set()
+            held.go.set()
         assert await content(volume, ino) == b"a" * 50_000
 
 

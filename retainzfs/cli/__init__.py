@@ -6,12 +6,13 @@ Exit codes: 0 done, 1 the operation failed, 2 wrong usage, 3 a check found damag
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Sequence
 
 from retainzfs import __version__
-from retainzfs.cli import inspect, lifecycle, policy
+from retainzfs.cli import inspect, lifecycle, policy, scrubbing
 from retainzfs.errors import RetainzError
 
 INTERRUPTED = 130  # 128 + SIGINT, as a shell has it
@@ -25,13 +26,15 @@ def parser() -> argparse.ArgumentParser:
     )
     main_parser.add_argument("--version", action="version", version=f"retainzfs {__version__}")
     commands = main_parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for module in (lifecycle, inspect, policy):
+    for module in (lifecycle, inspect, policy, scrubbing):
         module.add_commands(commands)
     return main_parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     given = parser().parse_args(arguments)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="surrogateescape")  # names are bytes, and need be no text
     try:
         code: int = given.run(given)
         sys.stdout.flush()

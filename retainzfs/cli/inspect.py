@@ -130,6 +130,19 @@ def _print_status(status: dict[str, Any]) -> None:
     ]
     if status["decision_us"] is not None:
         rows.append(("placement", f"{status['decision_us']:.0f} us a decision"))
+    rows += _troubles(status)
+    scrub = status["scrub"]
+    if scrub["state"] != "never":
+        rows.append(
+            (
+                "scrub",
+                f"{scrub['state']}, {format_size(scrub['done'])} of {format_size(scrub['total'])},"
+                f" {scrub['damaged']} damages found",
+            )
+        )
+    errors = status["checksum_errors"] + status["read_errors"]
+    if errors:
+        rows.insert(0, ("DAMAGED", f"{errors} reads failed; the log names the files"))
     if status["failed"] is not None:
         rows.insert(0, ("FAILED", status["failed"]))
     width = max(len(name) for name, _ in rows)
@@ -143,6 +156,19 @@ def _print_status(status: dict[str, Any]) -> None:
     if status["streams"]:
         print()
         _print_streams(status["streams"])
+
+
+def _troubles(status: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return what a sound device has nothing of."""
+    zones = status["zones"]
+    counts = (
+        (status["write_errors"], "writes failed and went elsewhere"),
+        (status["checksum_errors"], "reads met changed bytes"),
+        (zones["read_only"], "zones read-only"),
+        (zones["offline"], "zones offline"),
+    )
+    text = ", ".join(f"{count} {what}" for count, what in counts if count)
+    return [("trouble", f"{text}; see the log")] if text else []
 
 
 def _share(status: dict[str, Any]) -> str:

@@ -7,9 +7,9 @@ import dataclasses
 import sys
 from typing import TYPE_CHECKING
 
-from retainzfs import fsck, mkfs, mounting, unmounting
+from retainzfs import fsck, mkfs, mounting, repair, unmounting
 from retainzfs.cli.inspect import told
-from retainzfs.cli.output import Progress, print_json, size_argument
+from retainzfs.cli.output import Progress, print_json, rate_argument, size_argument
 from retainzfs.errors import UsageError
 from retainzfs.hints import format_size
 
@@ -34,12 +34,28 @@ def add_commands(commands: Commands) -> None:
     command = commands.add_parser(
         "fsck",
         help="check an unmounted target",
-        description="Check the structure of an unmounted target; nothing is changed. Exit code 3"
-        " when there is damage.",
+        description="Check the structure of an unmounted target; without --repair nothing is"
+        " changed. Exit code 3 when there is damage.",
     )
     command.add_argument("target", metavar="TARGET")
     command.add_argument(
         "--scrub", action="store_true", help="read everything and verify every checksum"
+    )
+    command.add_argument(
+        "--rate",
+        type=rate_argument,
+        metavar="R",
+        help=f"read so many bytes a second at most with --scrub; {SIZE_HELP}; default: no limit",
+    )
+    command.add_argument(
+        "--repair",
+        action="store_true",
+        help="put right what can be without losing a byte, behind a copy of the metadata",
+    )
+    command.add_argument(
+        "--backup",
+        metavar="FILE",
+        help="the copy that --repair makes, a new tar archive; default in this directory",
     )
     command.add_argument("--json", action="store_true", help="print what was found as JSON")
     command.set_defaults(run=_fsck)
@@ -156,11 +172,31 @@ def _umount(given: argparse.Namespace) -> int:
 
 
 def _fsck(given: argparse.Namespace) -> int:
-    report = fsck.check(given.target, scrub=given.scrub, progress=Progress("scrub"))
+    if given.rate is not None and not given.scrub:
+        raise UsageError("--rate is for --scrub; without it no data are read")
+    if given.backup is not None and not given.repair:
+        raise UsageError("--backup is for --repair; without it nothing is changed")
+    report = _checked(given)
+    backup = None
+    if given.repair and report.repairable:
+        if not given.json:
+            _print_report(given.target, report)
+        backup = repair.repair(given.target, report, given.backup)
+        print(f"{given.target}: repaired; the metadata before are in {backup}", file=sys.stderr)
+        report = _checked(given)
     if given.json:
-        print_json(report.as_dict())
+        print_json({**report.as_dict(), "backup": backup})
     else:
-        for finding in report.findings:
-            print(f"{given.target}: {finding}")
-        print(f"{given.target}: {report.summary()}", file=sys.stderr)
+        _print_report(given.target, report)
     return 3 if report.damaged else 0
+
+
+def _checked(given: argparse.Namespace) -> fsck.Report:
+    progress = Progress("scrub")
+    return fsck.check(given.target, scrub=given.scrub, rate=given.rate, progress=progress)
+
+
+def _print_report(target: str, report: fsck.Report) -> None:
+    for finding in report.findings:
+        print(f"{target}: {finding}")
+    print(f"{target}: {report.summary()}", file=sys.stderr)

@@ -21,6 +21,14 @@ def size_argument(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
+def rate_argument(text: str) -> int:
+    """Bytes a second, at least one."""
+    rate = size_argument(text)
+    if rate == 0:
+        raise argparse.ArgumentTypeError("a rate of 0 would never end")
+    return rate
+
+
 class Progress:
     """Shows how far something is: a line that is redrawn on a terminal, a line at times elsewhere.
 

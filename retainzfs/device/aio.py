@@ -30,16 +30,23 @@ async def _result() -> Result:
 
 
 class Ticket:
-    """The result of an append that was submitted."""
+    """The result of an append that was submitted.
 
-    __slots__ = ("_result", "_task")
+    `ended` gets the errno or 0 at once, in the order in which the appends of a zone have ended; the
+    tasks that await `sums` are woken in any order.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("_ended", "_result", "_task")
+
+    def __init__(self, ended: Callback | None = None) -> None:
+        self._ended = ended
         self._result: Result | None = None
         self._task: trio.lowlevel.Task | None = None
 
     def set(self, result: Result) -> None:
         self._result = result
+        if self._ended is not None:
+            self._ended(result[0])
         if self._task is not None:
             trio.lowlevel.reschedule(self._task)
 
@@ -73,10 +80,16 @@ class AsyncEngine:
         return [*self._queues, self._engine]
 
     def append(
-        self, fd: int, offset: int, data: Memory, header: bytes = b"", zone: int = 0
+        self,
+        fd: int,
+        offset: int,
+        data: Memory,
+        header: bytes = b"",
+        zone: int = 0,
+        ended: Callback | None = None,
     ) -> Ticket:
-        """Submit an append; those of one zone run in the order of the calls."""
-        ticket = Ticket()
+        """Submit an append; those of one zone run, and end, in the order of the calls."""
+        ticket = Ticket(ended)
         queue = self._queues[zone % len(self._queues)]
         queue.submit_append(ticket, fd, offset, data, header)
         return ticket

@@ -35,7 +35,14 @@ from retainzfs.device.head import (
 )
 from retainzfs.device.protocol import BLOCK, Condition, Sums, ZoneReport, device_error
 from retainzfs.device.rules import Pending, ZoneRules, ZoneState, check_append, refused
-from retainzfs.errors import ChecksumError, Damaged, ForeignTarget, NewerFormat, RetainzError
+from retainzfs.errors import (
+    ChecksumError,
+    Damaged,
+    DeviceError,
+    ForeignTarget,
+    NewerFormat,
+    RetainzError,
+)
 
 log = logging.getLogger(__name__)
 
@@ -102,25 +109,33 @@ class EmulatedDevice:
     ) -> Awaitable[Sums]:
         try:
             io = self._writing("append")
-            length = check_append(self.name, zone, data, header)
-            pending = self.rules.begin_append(zone, offset, length)
+            pending = self.rules.begin_append(
+                zone, offset, check_append(self.name, zone, data, header)
+            )
         except RetainzError as error:
             return refused(error)
         discarding = self._discarding is not None and self._discarding[0] == zone
         assert not discarding, f"append to zone {zone}, which was not ready"
-        ticket = io.append(self._fd, self._address(zone, offset), data, header, zone)
-        return self._appended(zone, pending, length, ticket)
+        ended = partial(self._ended, zone, pending)
+        address = self._address(zone, offset)
+        ticket = io.append(self._fd, address, data, header, zone, ended)
+        return self._appended(zone, pending, ticket)
 
-    async def _appended(self, zone: int, pending: Pending, length: int, ticket: Ticket) -> Sums:
+    def _ended(self, zone: int, pending: Pending, error: int) -> None:
+        """Move the pointer, or not, in the order in which the appends of the zone ended."""
+        if error or pending.lost:
+            self.rules.fail_append(zone)
+        else:
+            self.rules.end_append(zone)
+            self._statistics["appended_bytes"] += pending.length
+
+    async def _appended(self, zone: int, pending: Pending, ticket: Ticket) -> Sums:
         try:
             sums = await ticket.sums()
             if pending.lost:
                 raise OSError(errno.EIO, "an append before it in the zone failed")
         except OSError as error:
-            self.rules.fail_append(zone)
-            raise device_error(self.name, f"append to zone {zone}", error) from error
-        self.rules.end_append(zone)
-        self._statistics["appended_bytes"] += length
+            raise self._error(f"append to zone {zone}", error) from error
         return sums
 
     async def read(self, zone: int, offset: int, length: int, sums: bytes = b"") -> memoryview:
@@ -129,7 +144,7 @@ class EmulatedDevice:
         try:
             bad = await self._running().read(self._fd, self._address(zone, offset), slot, sums)
         except OSError as error:
-            raise device_error(self.name, f"read from zone {zone}", error) from error
+            raise self._error(f"read from zone {zone}", error) from error
         if bad >= 0:
             raise ChecksumError(self.name, zone, offset + bad * BLOCK)
         self._statistics["read_bytes"] += length
@@ -169,7 +184,7 @@ class EmulatedDevice:
                 await self._flush_round(io)
             except OSError as error:
                 self._flush_error = error
-                raise device_error(self.name, "flush", error) from error
+                raise self._error("flush", error) from error
 
     async def _flush_round(self, io: AsyncEngine) -> None:
         # All changes are taken now: while they are written the zones go on changing.
@@ -222,6 +237,16 @@ class EmulatedDevice:
 
     def _address(self, zone: int, offset: int) -> int:
         return self._header.base + zone * self.geometry.zone_size + offset
+
+    def _error(self, what: str, error: OSError) -> DeviceError:
+        """The host's error, but ENODEV when the zones are not there any more: the host reports a
+        target that has shrunk, as a device does that was pulled, in a way of its own for each call.
+        """
+        try:
+            shrunk = os.lseek(self._fd, 0, os.SEEK_END) < self._header.end
+        except OSError:
+            shrunk = False
+        return device_error(self.name, what, OSError(errno.ENODEV, "") if shrunk else error)
 
     def _running(self) -> AsyncEngine:
         assert self._io is not None, f"{self.name} is used before start() or after aclose()"

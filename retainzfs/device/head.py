@@ -38,6 +38,10 @@ STATES = (_SUMMED - _PAGE.size) // _STATE.size  # zones a page
 
 HEADER_BLOCKS = 2
 
+# Nobody counts so far; a reader refuses more, so that counting on fits into the fields.
+SEQUENCE_MAX = 1 << 63
+RESETS_MAX = 1 << 31
+
 _CONDITIONS = frozenset(Condition) - {Condition.NOT_WP}
 
 
@@ -114,10 +118,10 @@ def decode_header(block: bytes) -> Header:
         raise NewerHeadError(f"unknown format flags {unknown:#x}")
     header = Header(uuid, base, Geometry(*numbers), compatible, incompatible, version)
     zones = header.geometry
-    if not zones.zone_count or base < base_of(zones.zone_count):
+    if (flaw := zones.flaw()) is not None:
+        raise HeadError(flaw)
+    if base % BLOCK or base < base_of(zones.zone_count):
         raise HeadError(f"{zones.zone_count} zones cannot begin at byte {base}")
-    if not 0 < zones.zone_capacity <= zones.zone_size or (zones.zone_size | base) % BLOCK:
-        raise HeadError(f"zones of {zones.zone_size} bytes holding {zones.zone_capacity}")
     return header
 
 
@@ -170,13 +174,18 @@ def decode_page(header: Header, index: int, block: bytes) -> tuple[int, list[Zon
     sequence, found, uuid = _PAGE.unpack_from(block)
     if (found, uuid) != (index, header.uuid):
         raise HeadError("it belongs elsewhere")
+    if sequence > SEQUENCE_MAX:
+        raise HeadError(f"it was written {sequence} times")
     states = []
     for place, zone in enumerate(header.page_zones(index)):
         pointer, resets, condition = _STATE.unpack_from(block, _PAGE.size + place * _STATE.size)
-        if pointer % BLOCK or pointer > header.geometry.zone_capacity:
+        highest = 0 if condition == Condition.EMPTY else header.geometry.zone_capacity
+        if pointer % BLOCK or pointer > highest:
             raise HeadError(f"zone {zone} has its write pointer at {pointer}")
         if condition not in _CONDITIONS:
             raise HeadError(f"zone {zone} has the condition {condition}")
+        if resets > RESETS_MAX:
+            raise HeadError(f"zone {zone} was reset {resets} times")
         states.append(ZoneState(Condition(condition), pointer, resets))
     return sequence, states
 

@@ -58,19 +58,22 @@ class MemoryDevice:
             self.rules.begin_append(zone, offset, length)
         except RetainzError as error:
             return refused(error)
+        sums = self._store(zone, offset, data, header)
+        self.rules.end_append(zone)
+        self._statistics["appended_bytes"] += length
+        return _Done(sums)
+
+    def _store(self, zone: int, offset: int, data: memoryview, header: bytes) -> Sums:
         written = self._zones.setdefault(zone, bytearray())
         # Anything above the pointer is what an earlier, failed append left.
         del written[offset:]
         written += data
         sums = crc32c_blocks(data)
-        trailer = 0
-        if header:
-            block = (header + sums).ljust(BLOCK, b"\0")
-            trailer = crc32c(block)
-            written += block
-        self.rules.end_append(zone)
-        self._statistics["appended_bytes"] += length
-        return _Done(Sums(sums, trailer))
+        if not header:
+            return Sums(sums, 0)
+        block = (header + sums).ljust(BLOCK, b"\0")
+        written += block
+        return Sums(sums, crc32c(block))
 
     async def read(self, zone: int, offset: int, length: int, sums: bytes = b"") -> memoryview:
         self.rules.check_read(zone, offset, length)

@@ -13,6 +13,11 @@ BLOCK = 4096
 HEADER = 32  # bytes of a trailer block that belong to the caller
 TRAILER_BLOCKS = (BLOCK - HEADER) // 4  # a trailer block holds the checksums of so many
 
+MIN_ZONE_SIZE = 256 << 10  # a run of 64 blocks, small enough for tests, too small to be useful
+MIN_ZONES = 16  # metadata 4, the emergency zone, and a zone for each kind of data
+MIN_ACTIVE = 6  # journal 2, collection 1, and three kinds of data
+MIN_OPEN = 4
+
 
 class Condition(enum.IntEnum):
     """Zone conditions, numbered as in linux/blkzoned.h (`enum blk_zone_cond`)."""
@@ -43,6 +48,30 @@ class Geometry:
     zone_count: int
     max_open: int
     max_active: int
+
+    def flaw(self) -> str | None:
+        """Say why no volume can live on zones like these; None if one can."""
+        for what, value in (("zone size", self.zone_size), ("zone capacity", self.zone_capacity)):
+            if value % BLOCK:
+                return f"{what} of {value} bytes is not a multiple of {BLOCK}"
+            if value < MIN_ZONE_SIZE:
+                return f"{what} of {value} bytes; the least is {MIN_ZONE_SIZE}"
+        if self.zone_capacity > self.zone_size:
+            return (
+                f"zone capacity of {self.zone_capacity} bytes is above the zone size of"
+                f" {self.zone_size}"
+            )
+        if self.zone_count < MIN_ZONES:
+            return f"{self.zone_count} zones; the least is {MIN_ZONES}"
+        for what, value, least in (
+            ("open", self.max_open, MIN_OPEN),
+            ("active", self.max_active, MIN_ACTIVE),
+        ):
+            if value != 0 and value < least:
+                return f"{value} {what} zones at most; the least is {least}"
+        if self.max_active and self.max_open > self.max_active:
+            return f"{self.max_open} open zones, but only {self.max_active} active ones"
+        return None
 
 
 class ZoneReport(NamedTuple):

@@ -65,6 +65,10 @@ class ZoneRules:
         for zone, state in enumerate(self.states):
             if state.condition in ACTIVE:
                 self._set(zone, Condition.CLOSED if state.pointer else Condition.EMPTY)
+        # A crash between the writes of two state pages brings back zones that were active before
+        # beside those that are now. Without the surplus ones there could be no more appends at all.
+        for zone in sorted(self._closed)[geometry.max_active or len(self._closed) :]:
+            self._set(zone, Condition.FULL)
 
     @property
     def open(self) -> int:

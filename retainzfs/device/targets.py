@@ -8,6 +8,7 @@ import secrets
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TypedDict
 
 from retainzfs._zio import Engine
@@ -21,7 +22,14 @@ from retainzfs.device.head import (
     encode_header,
 )
 from retainzfs.device.memory import MemoryDevice
-from retainzfs.device.protocol import BLOCK, Device, Geometry, device_error
+from retainzfs.device.protocol import (
+    BLOCK,
+    MIN_ZONE_SIZE,
+    MIN_ZONES,
+    Device,
+    Geometry,
+    device_error,
+)
 from retainzfs.device.rules import ZoneState
 from retainzfs.errors import (
     BadGeometry,
@@ -37,14 +45,10 @@ from retainzfs.errors import (
 MEMORY = "mem:"
 
 DEFAULT_ZONE_SIZE = 64 << 20
-MIN_ZONE_SIZE = 256 << 10  # a run of 64 blocks, small enough for tests, too small to be useful
 LARGE_DEVICE = 4 << 30  # from this size on zones have their default size
 DEFAULT_ZONES = 64  # a smaller device has at least so many
-MIN_ZONES = 16  # metadata 4, the emergency zone, and a zone for each kind of data
 DEFAULT_MAX_ACTIVE = 14  # as common NVMe ZNS drives
 DEFAULT_MAX_OPEN = 8
-MIN_ACTIVE = 6  # journal 2, collection 1, and three kinds of data
-MIN_OPEN = 4
 
 
 class Wanted(TypedDict, total=False):
@@ -149,34 +153,14 @@ def plan_geometry(
         max_active = max(DEFAULT_MAX_ACTIVE, max_open or 0)
     if max_open is None:
         max_open = min(DEFAULT_MAX_OPEN, max_active or DEFAULT_MAX_OPEN)
-    _check_geometry(name, zone_size, zone_capacity, max_open, max_active)
+    shape = Geometry(zone_size, zone_capacity, MIN_ZONES, max_open, max_active)
+    if (flaw := shape.flaw()) is not None:
+        raise BadGeometry(name, flaw)
     count = _zones_in(size, zone_size, headless)
     if count < MIN_ZONES:
         minimum = MIN_ZONES * zone_size + (0 if headless else base_of(MIN_ZONES))
         raise TargetTooSmall(name, size, minimum)
-    return Geometry(zone_size, zone_capacity, count, max_open, max_active)
-
-
-def _check_geometry(
-    name: str, zone_size: int, zone_capacity: int, max_open: int, max_active: int
-) -> None:
-    for what, value in (("zone size", zone_size), ("zone capacity", zone_capacity)):
-        if value % BLOCK:
-            raise BadGeometry(name, f"{what} of {value} bytes is not a multiple of {BLOCK}")
-        if value < MIN_ZONE_SIZE:
-            raise BadGeometry(name, f"{what} of {value} bytes; the least is {MIN_ZONE_SIZE}")
-    if zone_capacity > zone_size:
-        raise BadGeometry(
-            name, f"zone capacity of {zone_capacity} bytes is above the zone size of {zone_size}"
-        )
-    for what, value, least in (
-        ("open", max_open, MIN_OPEN),
-        ("active", max_active, MIN_ACTIVE),
-    ):
-        if value != 0 and value < least:
-            raise BadGeometry(name, f"{value} {what} zones at most; the least is {least}")
-    if max_active and max_open > max_active:
-        raise BadGeometry(name, f"{max_open} open zones, but only {max_active} active ones")
+    return replace(shape, zone_count=count)
 
 
 def _zones_in(size: int, zone_size: int, headless: bool) -> int:

@@ -48,10 +48,17 @@ class Act(enum.Enum):
     COLLECT = "gc"
 
 
+@dataclass(frozen=True, slots=True)
+class ScrubOrder:
+    """Verify every checksum now; `rate` in bytes a second, None the usual one, 0 ends it."""
+
+    rate: int | None
+
+
 Durability: TypeAlias = Literal["close", "fsync"] | float
 """When written data are durable: at close, at fsync, or in the background every so many seconds."""
 
-Value: TypeAlias = int | float | bool | FileClass | Durability | Act
+Value: TypeAlias = int | float | bool | FileClass | Durability | Act | ScrubOrder
 
 
 class Access(enum.Enum):
@@ -119,6 +126,15 @@ def _collect(text: str) -> Act:
     return Act.COLLECT
 
 
+def _scrub(text: str) -> ScrubOrder:
+    if text in ("start", "stop"):
+        return ScrubOrder(None if text == "start" else 0)
+    rate = parse_size(text)
+    if rate == 0:
+        raise ValueError("is no rate at all")
+    return ScrubOrder(rate)
+
+
 def _no_value(text: str) -> Value:
     raise AssertionError(f"an attribute that cannot be set was parsed: {text!r}")
 
@@ -156,6 +172,12 @@ ATTRIBUTES: Mapping[str, Attribute] = {
             "commit",
         ),
         Attribute("gc", "1 (reclaim now)", _collect, access=Access.ADMIN),
+        Attribute(
+            "scrub",
+            "start, stop, or the bytes a second at which to start (100M)",
+            _scrub,
+            access=Access.ADMIN,
+        ),
         *(
             Attribute(name, "nothing, it can only be read", access=Access.COMPUTED)
             for name in (
@@ -283,7 +305,7 @@ def resolve(chain: Sequence[Mapping[bytes, bytes]]) -> Policy:
                 # hint costs placement quality; refusing to open the file would cost the data.
                 continue
             target = ATTRIBUTES[_short(name)].field
-            if target and target not in values and not isinstance(value, Act):
+            if target and target not in values and not isinstance(value, Act | ScrubOrder):
                 values[target] = value
                 origins[target] = index
     return Policy(**values, origins=origins)

@@ -1,36 +1,54 @@
-"""Whether a single file is whole, judged from its first and last bytes.
+"""Whether a single file is whole, judged from a few pieces of it.
 
 A trainer that is killed in the middle of a save leaves a file too, closed by the kernel. Two
 formats tell: a zip archive (torch.save, numpy's .npz) ends in a directory of itself (PKWARE APPNOTE
 section 4.3), and a safetensors file begins with a header that implies the size of the file.
+
+A directory says only that somebody closed the archive, and Python's `with` does that on the way out
+of an exception too. torch.save writes first what it will write: its pickle names all tensors.
 """
 
 import enum
 import json
+import re
 import struct
+from collections.abc import Generator
 from typing import Any, NamedTuple
 
 from retainzfs.hints.layouts import without_temporary
 
 HEAD_BYTES = 4096
-"""The caller always passes so much of the start (or the whole, shorter file)."""
+"""So much of the start shows the format."""
 
 TAIL_BYTES = 69632
-"""The caller always passes so much of the end, or the whole file: the zip end record with the
-longest comment and the zip64 records before it (65,633 bytes), in whole blocks."""
+"""The zip end record with the longest comment and the zip64 records before it (65,633 bytes), in
+whole blocks."""
 
-HEADER_MAX = 4 << 20
-"""Longest safetensors header that is worth parsing for a verdict, bytes; that of a 70B model is
+PART_MAX = 4 << 20
+"""No longer header, directory or pickle is read for a verdict, bytes; the header of a 70B model is
 about 0.1 MiB."""
 
 _HEADER_LIMIT = 100_000_000
 """The safetensors library refuses to read a longer header, bytes."""
 
+_LOCAL = struct.Struct("<4s22xHH")  # lengths of the name and of the extra field
+_ENTRY = struct.Struct("<4s16xI4xHHH12x")  # length of the content; of name, extra field, comment
 _END = struct.Struct("<4sHHHHIIH")
 _LOCATOR = struct.Struct("<4sIQI")
 _END64 = struct.Struct("<4sQHHIIQQQQ")
 _ZIP_STARTS = (b"PK\3\4", b"PK\5\6")
-_ENTRY = b"PK\1\2"
+_ENTRY_START = b"PK\1\2"
+
+_PICKLE = b"data.pkl"
+_TEXT = rb"(?:X....|\x8c.)"
+_MEMO = rb"(?:q.|r....|\x94)?"
+_STORAGE = re.compile(
+    # A persistent id as torch.save writes it: (..., key, device, length), key a number as text.
+    _TEXT + rb"([0-9]+)" + _MEMO
+    + rb"(?:" + _TEXT + rb"[a-z0-9:]+" + _MEMO + rb"|h.|j....)"
+    + rb"(?:K.|M..|J....|\x8a[\1-\x08].{1,8})t" + _MEMO + rb"Q",
+    re.DOTALL,
+)  # fmt: skip
 
 
 class Verdict(enum.Enum):
@@ -48,37 +66,20 @@ class Finding(NamedTuple):
     reason: str
 
 
-def _safetensors_header(head: bytes) -> int:
-    return int.from_bytes(head[:8], "little")
+Examination = Generator[tuple[int, int], bytes, Finding]
 
 
-def head_wanted(name: bytes, size: int, head: bytes) -> int:
-    """How many bytes of the start `structure` needs for a verdict on this file.
+def examination(name: bytes, size: int) -> Examination:
+    """Judge a file of `size` bytes, without reading it.
 
-    `head` holds what has been read so far, at least 8 bytes if the file has them. At most
-    8 + HEADER_MAX, never more than `size`.
+    Yields the (offset, length) of a piece, within the size, and wants to be sent its bytes; in the
+    end it returns the finding. A few pieces of at most PART_MAX bytes. Never raises.
     """
-    wanted = HEAD_BYTES
-    if _is_safetensors(name) and len(head) >= 8 and _safetensors_header(head) <= HEADER_MAX:
-        wanted = max(wanted, 8 + _safetensors_header(head))
-    return min(size, wanted)
-
-
-def structure(name: bytes, size: int, head: bytes, tail: bytes) -> Verdict:
-    """The verdict of `examine` without its reason."""
-    return examine(name, size, head, tail).verdict
-
-
-def examine(name: bytes, size: int, head: bytes, tail: bytes) -> Finding:
-    """Judge a file of `size` bytes by its first `head` and last `tail` bytes.
-
-    Pass `head_wanted()` bytes of the start and TAIL_BYTES of the end, or the whole file when it is
-    shorter; with less the verdict may be UNKNOWN, never a wrong one. Never raises.
-    """
+    head = yield 0, min(size, HEAD_BYTES)
     if _is_safetensors(name):
-        return _safetensors(size, head)
+        return (yield from _safetensors(size, head))
     if head.startswith(_ZIP_STARTS):
-        return _zip(size, tail)
+        return (yield from _zip(size, head))
     lower = without_temporary(name)[0].lower()
     if size == 0 and lower.endswith((b".npz", b".pt", b".pth", b".ckpt")):
         return Finding(Verdict.BROKEN, "the file is empty")
@@ -91,18 +92,17 @@ def _is_safetensors(name: bytes) -> bool:
     return without_temporary(name)[0].lower().endswith(b".safetensors")
 
 
-def _safetensors(size: int, head: bytes) -> Finding:
+def _safetensors(size: int, head: bytes) -> Examination:
     if size < 8:
         return Finding(Verdict.BROKEN, f"{size} bytes are too short for a safetensors header")
-    if len(head) < 8:
-        return Finding(Verdict.UNKNOWN, "the start of the file was not given")
-    length = _safetensors_header(head)
+    length = int.from_bytes(head[:8], "little")
     if not 2 <= length <= min(size - 8, _HEADER_LIMIT):
         return Finding(Verdict.BROKEN, f"a safetensors header of {length} bytes cannot be")
-    if length > HEADER_MAX or len(head) < 8 + length:
+    if length > PART_MAX:
         return Finding(Verdict.UNKNOWN, f"the safetensors header of {length} bytes was not read")
+    header = yield 8, length
     try:
-        end = _data_end(json.loads(head[8 : 8 + length]))
+        end = _data_end(json.loads(header))
     except (ValueError, RecursionError) as error:
         return Finding(Verdict.BROKEN, f"the safetensors header is damaged: {error}")
     expected = 8 + length + end
@@ -137,28 +137,28 @@ class _End(NamedTuple):
     offset: int
 
 
-def _zip(size: int, tail: bytes) -> Finding:
-    start = size - len(tail)
-    if start < 0:
-        return Finding(Verdict.UNKNOWN, "more bytes were given than the file has")
-    found = None
+def _zip(size: int, head: bytes) -> Examination:
+    start = max(0, size - TAIL_BYTES)
+    tail = yield start, size - start
+    found: Finding | None = None
     position = tail.rfind(b"PK\5\6")
     # The signature may also stand in the comment: the record is one whose comment fits.
     while position >= 0:
         if len(tail) - position >= _END.size:
             fields = _END.unpack_from(tail, position)
             if position + _END.size + fields[7] == len(tail):
-                found = _zip_directory(start, tail, position, _End(*fields[4:7]))
+                end = _zip_end(start, tail, position, _End(*fields[4:7]))
+                if isinstance(end, _End):
+                    return (yield from _tensors(head, end))
+                found = end
                 if found.verdict is not Verdict.BROKEN:
                     return found
         position = tail.rfind(b"PK\5\6", 0, position)
-    if start > 0 and len(tail) < TAIL_BYTES:
-        return Finding(Verdict.UNKNOWN, "the end of the file was not given")
     return found or Finding(Verdict.BROKEN, "the zip archive does not end in an end record")
 
 
-def _zip_directory(start: int, tail: bytes, position: int, end: _End) -> Finding:
-    """Check the directory that the record at `position` of the tail describes.
+def _zip_end(start: int, tail: bytes, position: int, end: _End) -> _End | Finding:
+    """Return where the directory is that the record at `position` of the tail describes.
 
     torch.save always writes the zip64 records before it, and they hold where present.
     """
@@ -179,6 +179,44 @@ def _zip_directory(start: int, tail: bytes, position: int, end: _End) -> Finding
             Verdict.BROKEN,
             f"the zip directory should end at byte {end.offset + end.length}, but ends at {stop}",
         )
-    if end.entries and end.offset >= start and not tail.startswith(_ENTRY, end.offset - start):
+    if (
+        end.entries
+        and end.offset >= start
+        and not tail.startswith(_ENTRY_START, end.offset - start)
+    ):
         return Finding(Verdict.BROKEN, f"no zip directory at byte {end.offset}")
-    return Finding(Verdict.OK, "the zip directory is whole")
+    return end
+
+
+def _tensors(head: bytes, end: _End) -> Examination:
+    """Look in the directory for every tensor that the pickle of torch.save refers to."""
+    whole = Finding(Verdict.OK, "the zip directory is whole")
+    if len(head) < _LOCAL.size or end.length > PART_MAX:
+        return whole
+    _, named, extra = _LOCAL.unpack_from(head)
+    first = head[_LOCAL.size : _LOCAL.size + named]
+    if not first.endswith(b"/" + _PICKLE):
+        return whole
+    stored = _entries((yield end.offset, end.length))
+    length = stored.get(first, 0)
+    if length > min(PART_MAX, end.offset):
+        return whole
+    pickle = yield _LOCAL.size + named + extra, length
+    wanted = set(_STORAGE.findall(pickle))
+    base = first.removesuffix(_PICKLE) + b"data/"
+    missing = sum(base + key not in stored for key in wanted)
+    if missing:
+        return Finding(Verdict.BROKEN, f"{missing} of {len(wanted)} tensors are missing")
+    return Finding(Verdict.OK, "the zip directory is whole, and no tensor is missing")
+
+
+def _entries(directory: bytes) -> dict[bytes, int]:
+    """Return the name of every file in the archive, and the length of its content as stored."""
+    stored: dict[bytes, int] = {}
+    at = 0
+    while directory.startswith(_ENTRY_START, at) and at + _ENTRY.size <= len(directory):
+        _, length, named, extra, comment = _ENTRY.unpack_from(directory, at)
+        at += _ENTRY.size
+        stored[directory[at : at + named]] = length
+        at += named + extra + comment
+    return stored
