@@ -30,13 +30,8 @@ from tests.workload import Actor
 
 T = TypeVar("T")
 GEOMETRY = Geometry(256 << 10, 224 << 10, 40, 8, 12)
-# The small zones make the log switch its zone, and take snapshots, every few operations.
-GEOMETRIES = (
-    GEOMETRY,
-    Geometry(64 << 10, 64 << 10, 96, 8, 14),
-    Geometry(128 << 10, 96 << 10, 80, 4, 6),
-)
-STEPS = 60
+GEOMETRIES = (GEOMETRY, Geometry(256 << 10, 256 << 10, 32, 4, 6))
+STEPS = 80
 # Share of the moments after which all is mounted once more, and the power fails again meanwhile.
 WATCHED = 0.05
 AGAIN_CUTS = 2

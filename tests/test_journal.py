@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 import random
+from contextlib import suppress
 
 import pytest
 
 from retainzfs import journal, layout
-from retainzfs.device.faults import FaultDevice
-from retainzfs.errors import Damaged, DeviceError, RetainzError
+from retainzfs.device.faults import FaultDevice, PowerCut
+from retainzfs.errors import Damaged, DeviceError, NoSpace, RetainzError
 from retainzfs.journal import Journal
 from retainzfs.layout import BLOCK, BatchKind
 from retainzfs.volume import ROOT, Volume
@@ -244,6 +245,49 @@ async def test_full_metadata_zones_refuse_growth_and_admit_deletes() -> None:
     async with mounted(untouched) as volume:
         assert volume.entries(ROOT) == []
         await volume.make(ROOT, b"again", FILE, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("zones", "zone_size", "burst"),
+    [(24, 256 << 10, 1), (24, 256 << 10, 20), (24, 256 << 10, 200), (24, 1 << 20, 200),
+     (620, 256 << 10, 20)],
+)  # fmt: skip
+async def test_full_metadata_zones_survive_any_crash(
+    zones: int, zone_size: int, burst: int
+) -> None:
+    """A mount after a crash needs room for a snapshot, and so does the mount after that one."""
+    rng = random.Random(burst)
+    device = await formatted(small_device(zones=zones, zone_size=zone_size))
+    async with mounted(device) as volume:
+        made: list[int] = []
+        with pytest.raises(NoSpace, match="metadata"):  # noqa: PT012
+            while len(made) < 100_000:
+                made.append((await volume.make(ROOT, b"%060d" % len(made), FILE, 0, 0)).ino)
+                if len(made) % burst == 0:
+                    await volume.committer.commit()
+        full = device.operations
+        for number in range(3 * len(made) // 2):
+            await volume.setattr(rng.choice(made), mode=rng.randrange(0o777))
+            if number % burst == 0:
+                await volume.committer.commit()
+    medium = device.fresh_medium()
+    moments = {full + rng.randrange(device.operations - full) for _ in range(6)}
+    for operation in device.history:
+        medium.take(operation)
+        if operation.number in moments:
+            survivor = device.revived(medium, rng)
+            for after in (3, 9, 40):  # the recovery is cut too
+                await survivor.start()
+                survivor.cut_at = survivor.operations + after
+                with suppress(BaseExceptionGroup, PowerCut):
+                    async with mounted(survivor) as volume:
+                        pass
+                survivor = survivor.after_cut(rng)
+            await survivor.start()
+            async with mounted(survivor) as volume:
+                assert len(volume.entries(ROOT)) >= len(made) - 2 * burst
+                await volume.unlink(ROOT, volume.entries(ROOT)[0][0])
+                await volume.syncfs()
 
 
 async def test_a_damaged_superblock_of_the_newest_zone_is_damage() -> None:

@@ -197,7 +197,7 @@ class Actor:
         ino = self.volume.lookup(*self.existing(directories=True)).ino
         name = self.rng.choice([b"user.one", b"user.two"])
         if self.rng.random() < 0.7:
-            await self.volume.setxattr(ino, name, self.rng.randbytes(self.rng.choice([0, 9, 900])))
+            await self.volume.setxattr(ino, name, self.rng.randbytes(self.rng.choice([0, 9, 9000])))
         elif name in self.volume.listxattr(ino):
             await self.volume.removexattr(ino, name)
 

@@ -52,8 +52,10 @@ class _Zone:
     """A zone as it is on the medium for certain, and what may have happened since."""
 
     state: ZoneState = field(default_factory=ZoneState)
-    data: bytes = b""
-    before: bytes = b""  # what it held before its last reset: a lost block may show it
+    data: bytearray = field(default_factory=bytearray)
+    before: bytearray = field(
+        default_factory=bytearray
+    )  # what it held before its last reset: a lost block may show it
     pending: list[Operation] = field(default_factory=list)
 
 
@@ -97,7 +99,7 @@ class Medium:
             # An empty zone has nothing to reset, and does not count it.
             if zone.state.condition != Condition.EMPTY:
                 zone.state = ZoneState(resets=zone.state.resets + 1)
-            zone.before, zone.data = zone.data, b""
+            zone.before, zone.data = zone.data, bytearray()
 
     def after_cut(self, rng: random.Random) -> tuple[list[ZoneState], dict[int, bytearray]]:
         """Return states and contents as they might be when the power comes back."""
@@ -117,6 +119,7 @@ class Medium:
     def _lucky(self, rng: random.Random, zone: _Zone) -> tuple[ZoneState, bytearray]:
         kept = self._kept(rng, len(zone.pending))
         now = copy.copy(zone)
+        now.data = bytearray(zone.data)
         stable = len(zone.data)
         for i, operation in enumerate(zone.pending[:kept]):
             length = len(operation.data)
@@ -124,7 +127,7 @@ class Medium:
                 length = rng.randrange(0, length, BLOCK)
             self._settle(now, operation, length)
             stable = min(stable, len(now.data)) if operation.kind == "reset" else stable
-        data = bytearray(now.data)
+        data = now.data
         share = rng.choice(TEARING)
         for at in range(stable, len(data), BLOCK):
             if rng.random() < share:
@@ -150,7 +153,7 @@ class Medium:
             return bytes(BLOCK)
         if kind == 1:
             return rng.randbytes(BLOCK)
-        return zone.before[at : at + BLOCK].ljust(BLOCK, b"\0")
+        return bytes(zone.before[at : at + BLOCK]).ljust(BLOCK, b"\0")
 
 
 @dataclass
@@ -287,7 +290,7 @@ class FaultDevice(MemoryDevice):
             for index, state in enumerate(self.origin[0]):
                 stored = medium.zones[index]
                 stored.state = copy.copy(state)
-                stored.data = bytes(self.origin[1].get(index, b""))[: state.pointer]
+                stored.data = self.origin[1].get(index, bytearray())[: state.pointer]
         return medium
 
     # Operations
