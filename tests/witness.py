@@ -70,6 +70,7 @@ class File:
 
     def __init__(self, content: bytes = b"") -> None:
         self.edits: list[tuple[int, int, bytes | None]] = []  # (at, offset or new size, data)
+        self.begun: list[int] = []  # moments at which a change was asked for
         self.acknowledged: list[tuple[int, int]] = [(0, 0)]  # (at, version)
         self._first = content
         self.rewind()
@@ -125,7 +126,7 @@ class Promise(NamedTuple):
 
     at: int
     step: int
-    versions: dict[int, int]  # of its files
+    begun: dict[int, int]  # file → how many changes had been asked for
     touched: frozenset[int]  # its files and their directories
 
 
@@ -259,9 +260,10 @@ class Witness:
             later = self.steps[promise.step : issued]
             if any(step.touched & promise.touched for step in later):
                 continue
-            if any(self.files[i].issued(at) != v for i, v in promise.versions.items()):
-                continue
-            for ino in promise.versions:
+            asked = {ino: bisect_right(self.files[ino].begun, at) for ino in promise.begun}
+            if asked != promise.begun:
+                continue  # it is being written again
+            for ino in promise.begun:
                 generation = volume.inode(ino).generation
                 record = volume.namespace.generations.get(generation)
                 if record is None or record.state not in WHOLE:
@@ -454,6 +456,7 @@ class WatchedVolume(Volume):
     # Bytes
 
     async def write(self, ino: int, offset: int, data: bytes | bytearray | memoryview) -> int:
+        self._begin(ino)
         written = await super().write(ino, offset, data)
         if data:
             self.witness.edit(ino, offset, bytes(data))
@@ -461,6 +464,8 @@ class WatchedVolume(Volume):
 
     async def setattr(self, ino: int, **changes: Any) -> Inode:
         before = self.inode(ino).size
+        if changes.get("size") is not None:
+            self._begin(ino)
         inode = await super().setattr(ino, **changes)
         size = changes.get("size")
         if size is not None and size != before:
@@ -473,6 +478,10 @@ class WatchedVolume(Volume):
 
             self.witness.step(f"mode of {ino}", change, ino)
         return inode
+
+    def _begin(self, ino: int) -> None:
+        if ino in self.witness.files:
+            self.witness.files[ino].begun.append(self.witness.now)
 
     async def fsync(self, ino: int, datasync: bool = False) -> None:
         steps, versions = self._asked(ino)
@@ -504,7 +513,7 @@ class WatchedVolume(Volume):
         members = {ino for ino in self.retention.members.get(record.generation, ())}
         if inode is not None and inode.judged == inode.writes and inode.error is None:
             above = {self.inode(ino).parent for ino in members}
-            promised = {ino: witness.files[ino].version for ino in members}
+            promised = {ino: len(witness.files[ino].begun) for ino in members}
             step = len(witness.steps)
             touched = frozenset(members | above)
             witness.promises.append(Promise(witness.now, step, promised, touched))
