@@ -125,6 +125,7 @@ class Core:
         )
         self.trouble.stop = self.committer.fail
         self.trouble.turned = self._zones_changed
+        self.namespace.lost = self.lost
         self.namespace.ledger = Accounts(self.table, lambda: self.committer.round)
         self.reclaim = Reclaim(
             device,
@@ -266,6 +267,13 @@ class Core:
         if self.table.resettable(self.committer.durable_round):
             self.nursery.start_soon(self.reclaim.reset_dead)
         self._zones_changed()
+
+    def lost(self, inode: Inode) -> None:
+        """Bytes of a file are lost. A round that is under way may say that its generation is
+        complete: what is logged now comes behind that."""
+        if inode.generation:
+            inode.doubt = "a write to it failed"
+            self.committer.log_each(self.retention.incomplete(inode.generation, inode.doubt))
 
     def _zones_changed(self) -> None:
         """Perhaps there are read-only zones now, or there is room for what lives in them."""

@@ -19,11 +19,11 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from retainzfs import layout
-from retainzfs.errors import FSError
+from retainzfs.errors import FSError, RetainzError
 from retainzfs.inodes import Extent, Inode, Run, Spans
 from retainzfs.layout import BLOCK
 
@@ -56,6 +56,7 @@ class Namespace:
         self.fresh = 0  # extents that were mapped and that the journal does not know yet
         self.lenient = False  # replaying what a fuzzy snapshot may already have outlived
         self.ledger: Ledger | None = None
+        self.lost: Callable[[Inode], None] = lambda inode: None  # hears of bytes that are lost
         self._apply = {
             layout.InodeRecord: self._set_inode,
             layout.SizeRecord: self._set_size,
@@ -366,6 +367,11 @@ class Namespace:
             self.ledger.lose(inode, run, count)
         if not run.owners and run.zone >= 0:
             self.runs.get(run.zone, {}).pop((run.epoch, run.start), None)
+
+    def fail(self, inode: Inode, error: RetainzError) -> None:
+        """Bytes that were accepted for the inode are lost; its next caller gets the error."""
+        inode.error = error
+        self.lost(inode)
 
     # Staged runs
 

@@ -405,7 +405,7 @@ class Stream:
             inode = self.namespace.inodes[ino]
             # A copy that found no place is given up: the original is still there.
             if not (opened.lane.copies and self.namespace.revert(inode, run)):
-                inode.error = error
+                self.namespace.fail(inode, error)
         self._finished(run, opened)
 
     def _header(self, run: Run) -> bytes:

@@ -187,19 +187,20 @@ class Trouble:
 
     def _report_loss(self, zone: Zone, end: int) -> list[Run]:
         """Let who waits for bytes behind `end` to become durable hear that they are lost."""
-        lost = [
+        gone = [
             run
             for run in self.namespace.runs.get(zone.index, {}).values()
             if run.buffer is None and not run.failed and (run.start + run.blocks) * BLOCK > end
         ]
-        for run in lost:
+        for run in gone:
             for ino in run.owners:
                 inode = self.namespace.inodes[ino]
                 parts = (e for start, stop in inode.dirty for e in inode.spans(start, stop))
                 if any(extent.run is run for extent in parts):
-                    inode.error = errors.FSError(
+                    lost = errors.FSError(
                         errno.EIO,
                         self.namespace.path(ino),
                         f"zone {zone.index} has lost bytes that were written and not yet synced",
                     )
-        return lost
+                    self.namespace.fail(inode, lost)
+        return gone

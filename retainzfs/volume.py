@@ -321,6 +321,7 @@ class Volume(Names):
         target = hints.tracked(inode.name, told)
         if target is not None:
             self.completed(self.retention.known(inode.parent, target))
+            inode.changed = self.committer.round  # to be durable with it, if its close waits at all
 
     # Attributes
 

@@ -10,8 +10,10 @@ import zipfile
 from typing import Any
 
 import pytest
+import trio.testing
 
-from retainzfs.errors import NoSpace
+from retainzfs.errors import DeviceError, NoSpace
+from retainzfs.journal import METADATA_ZONES_MIN
 from retainzfs.volume import ROOT, FSError, Options, Volume
 from retainzfs.zones import Kind
 from tests.helpers import (
@@ -547,3 +549,45 @@ async def test_a_refused_range_counts_until_it_is_written_or_cut_off(cut: bool) 
         await closed(volume, ino)
         assert states(volume) == {2: "complete"}
         await closed(volume, filler)
+
+
+async def test_what_a_tracker_says_is_durable_when_it_is_closed() -> None:
+    device = await formatted(small_device())
+    with until_power_cut():
+        async with mounted(device) as volume:
+            step = await directory(volume, b"global_step5")
+            await put(volume, step, b"mp_rank_00_model_states.pt", archive())
+            ino = (await volume.make(ROOT, b"latest", FILE, 0, 0)).ino
+            volume.open(ino)
+            await volume.write(ino, 0, b"global_step5")
+            await volume.fsync(ino)
+            await volume.flush(ino)
+            assert states(volume) == {5: "complete"}
+            device.cut_at = device.operations + 1
+            await volume.make(ROOT, b"more", FILE, 0, 0)
+            await volume.syncfs()
+    survivor = device.after_cut(random.Random(1))
+    await survivor.start()
+    async with mounted(survivor) as volume:
+        assert states(volume) == {5: "complete"}
+
+
+async def test_a_save_whose_bytes_are_lost_costs_no_older_one() -> None:
+    """Its evidence is logged before it is known that no zone takes its bytes."""
+    device = await formatted(small_device())
+    async with mounted(device) as volume:
+        await volume.setxattr(ROOT, b"user.retainz.keep_last", b"1")
+        await volume.setxattr(ROOT, b"user.retainz.reap", b"1")
+        await put(volume, ROOT, b"step-1.pt", archive(90_000))
+        zones = device.fail("append", zones=range(METADATA_ZONES_MIN, 48))
+        ino = await opened(volume, ROOT, b"step-2.pt", archive(90_000))
+        with pytest.raises(DeviceError):
+            await volume.flush(ino)
+        volume.close(ino)
+        device.faults.remove(zones)
+        await volume.committer.commit()
+        assert states(volume) == {1: "complete", 2: "incomplete"}
+        await put(volume, ROOT, b"step-3.pt", archive(90_000))
+        await volume.committer.commit()
+        await trio.testing.wait_all_tasks_blocked()
+        assert states(volume) == {2: "incomplete", 3: "complete"}
