@@ -257,13 +257,28 @@ def test_status(live: Live, room: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert set(status["classes"]) == {"checkpoint", "cache", "scratch", "output"}
     stream = next(s for s in status["streams"] if s["path"] == f"/{room.name}")
     assert stream["newest_committed"] == 3
-    everything = loaded(capsys, "status")
+    _, out, _ = run(capsys, "status", "--json")
+    everything = json.loads(out)
     assert str(live.image) in [one["target"] for one in everything]
     code, out, err = run(capsys, "status", live.path)
     assert (code, err) == (0, "")
     assert str(live.image) in out
     assert "MiB" in out
     assert f"/{room.name}" in out
+
+
+@pytest.mark.fuse
+def test_status_of_a_dead_mount_hides_no_other(
+    live: Live, fresh: Live, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fresh.mount()
+    fresh.signal(signal.SIGKILL)
+    code, out, err = run(capsys, "status")
+    assert code == 1
+    assert str(live.image) in out
+    assert f"{fresh.path}: dead" in err
+    assert f"retainzfs umount {fresh.path}" in err
+    fresh.umount()
 
 
 @pytest.mark.fuse

@@ -88,17 +88,23 @@ def _status(given: argparse.Namespace) -> int:
         status = told(given.directory, "stats.json")
         print_json(status) if given.json else _print_status(status)
         return 0
-    all_status = [told(mount.directory, "stats.json") for mount in mounts.ours()]
+    ours = list(mounts.ours())
+    all_status = []
+    for mount in ours:
+        try:
+            all_status.append(_control_file(mount, "stats.json"))
+        except MountError as error:  # the others are well all the same
+            print(f"retainzfs: {error}", file=sys.stderr)
     if given.json:
         print_json(all_status)
-        return 0
-    for number, status in enumerate(all_status):
-        if number:
-            print()
-        _print_status(status)
-    if not all_status:
+    else:
+        for number, status in enumerate(all_status):
+            if number:
+                print()
+            _print_status(status)
+    if not ours:
         print("retainzfs: nothing is mounted", file=sys.stderr)
-    return 0
+    return int(len(all_status) < len(ours))
 
 
 def _print_status(status: dict[str, Any]) -> None:
