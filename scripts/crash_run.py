@@ -29,7 +29,7 @@ class Result(NamedTuple):
 
 def swept(seed: int, steps: int, moments: tuple[int, ...] | None = None) -> Result:
     """Run one workload and look at its moments; None: every one."""
-    logging.disable(logging.WARNING)
+    logging.disable(logging.ERROR)  # what workloads provoke
     simulated = simulate(seed, steps)
     sweep = Sweep(simulated, moments).run()
     covered = Counter(f"device {operation.kind}" for operation in simulated.device.history)

@@ -23,6 +23,7 @@ from trio.testing import MockClock
 from retainzfs import errors, fsck
 from retainzfs.device import Geometry
 from retainzfs.device.faults import Medium
+from retainzfs.journal import metadata_zones
 from retainzfs.volume import ROOT, Options, Volume
 from tests.helpers import DIRECTORY, FILE, UUID, content
 from tests.witness import Violation, WatchedDevice, WatchedVolume, Witness
@@ -32,6 +33,7 @@ T = TypeVar("T")
 GEOMETRY = Geometry(256 << 10, 224 << 10, 40, 8, 12)
 GEOMETRIES = (GEOMETRY, Geometry(256 << 10, 256 << 10, 32, 4, 6))
 STEPS = 80
+FAILING = 0.25  # share of the workloads whose device fails now and then
 # Share of the moments after which all is mounted once more, and the power fails again meanwhile.
 WATCHED = 0.05
 AGAIN_CUTS = 2
@@ -81,6 +83,8 @@ async def _simulate(seed: int, steps: int) -> Simulated:
     await device.start()
     await Volume.format(device, uuid=UUID, now_ns=1)
     out.formatted = device.operations
+    if rng.random() < FAILING:
+        _wear(device, rng)
     for part, count in (("first", steps), ("second", steps // 4)):
         async with WatchedVolume.mounted(device, options()) as volume:
             assert isinstance(volume, WatchedVolume), "its calls are watched"
@@ -90,6 +94,15 @@ async def _simulate(seed: int, steps: int) -> Simulated:
                     nursery.start_soon(_act, volume, name, count, rng.randrange(1 << 30), out)
             out.facts = _facts(volume, out.facts)
     return out
+
+
+def _wear(device: WatchedDevice, rng: random.Random) -> None:
+    """Let some commands fail once, and two zones for good: nobody who saves may notice."""
+    zones = range(metadata_zones(device.geometry.zone_count), device.geometry.zone_count)
+    for kind in ("append", "append", "finish", "reset"):
+        device.fail(kind, zones=rng.sample(zones, 8), times=1, landed=rng.choice((0, 4096, 8192)))
+    for zone in rng.sample(zones, 2):
+        device.fail("append", "reset", zones={zone})
 
 
 async def _act(volume: WatchedVolume, name: bytes, steps: int, seed: int, out: Simulated) -> None:
