@@ -96,7 +96,7 @@ def check(
         for fault in head_faults(target):
             how = "write the good copy over it"
             report.findings.append(Finding(fault.text, not fault.torn, how))
-    trio.run(check_device, device, report, scrub, Pace(rate), progress or _silent)
+    trio.run(_check, device, report, scrub, Pace(rate), progress or _silent)
     return report
 
 
@@ -104,36 +104,31 @@ def _silent(done: int, total: int) -> None:
     pass
 
 
-async def check_device(
-    device: Device,
-    report: Report,
-    scrub: bool,
-    pace: Pace | None = None,
-    progress: Progress = _silent,
+async def _check(
+    device: Device, report: Report, scrub: bool, pace: Pace, progress: Progress
 ) -> None:
-    """Check an opened device, close it, and add what was found to the report."""
     try:
         await device.start()
-        await _examine(device, report, scrub, pace or Pace(None), progress)
+        await examine(device, report, scrub=scrub, pace=pace, progress=progress)
     finally:
         await device.aclose()
 
 
-async def examine(device: Device, *, scrub: bool = False) -> Report:
-    """Check a device that is started and not mounted."""
-    report = Report(device.name)
-    await _examine(device, report, scrub, Pace(None), _silent)
-    return report
-
-
-async def _examine(
-    device: Device, report: Report, scrub: bool, pace: Pace, progress: Progress
-) -> None:
+async def examine(
+    device: Device,
+    report: Report | None = None,
+    *,
+    scrub: bool = False,
+    pace: Pace | None = None,
+    progress: Progress = _silent,
+) -> Report:
+    """Check a device that is started and not mounted; add what is found to a report."""
+    report = report or Report(device.name)
     try:
         recovered = await recovery.load(device)
     except errors.Damaged as damage:
         report.findings.append(Finding(str(damage.args[1])))
-        return
+        return report
     namespace = recovered.namespace
     mender = Mender(namespace, 0)
     mended = (Finding(p.text, repair=p.repair) for p in mender.problems)
@@ -142,7 +137,7 @@ async def _examine(
         # Of a namespace that still contradicts itself nothing more can be asked, or mended.
         report.findings += [finding._replace(repair="") for finding in found]
         report.findings += map(Finding, rest)
-        return
+        return report
     report.findings += found
     report.findings += [Finding(text, damage=False) for text in _worn(device)]
     report.findings += map(Finding, structure(device, namespace))
@@ -154,7 +149,8 @@ async def _examine(
             live[extent.run.zone] += extent.blocks * BLOCK
     report.live = dict(sorted(live.items()))
     if scrub:
-        await _scrub(device, namespace, report, pace, progress)
+        await _scrub(device, namespace, report, pace or Pace(None), progress)
+    return report
 
 
 def _log(recovered: recovery.Recovered) -> Iterator[Finding]:

@@ -123,9 +123,8 @@ async def examine(device: MemoryDevice) -> str:
     await device.start()
     before = Medium.of(device)
     report = fsck.Report("mem")
-    checked = await _told(lambda: fsck.check_device(device, report, scrub=True))
+    checked = await _told(lambda: fsck.examine(device, report, scrub=True))
     assert Medium.of(device) == before, "a check changed something"
-    await device.start()
     mounted_ = await _told(lambda: _used(device))
     if mounted_ in REFUSED:
         assert Medium.of(device) == before, "a refused mount changed something"
@@ -134,13 +133,13 @@ async def examine(device: MemoryDevice) -> str:
         return mounted_.__name__
     await device.start()
     again = fsck.Report("mem")
-    assert await _told(lambda: fsck.check_device(device, again, scrub=True)) is None
+    assert await _told(lambda: fsck.examine(device, again, scrub=True)) is None
     if not report.damaged:
         assert not again.damaged, f"mounting did damage: {again.findings}"
     return "damaged" if report.damaged else "sound"
 
 
-async def _told(act: Callable[[], Awaitable[None]]) -> type[RetainzError] | None:
+async def _told(act: Callable[[], Awaitable[object]]) -> type[RetainzError] | None:
     """Do something; return the sort of error of ours that it ended with."""
     try:
         await act()

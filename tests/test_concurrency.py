@@ -337,10 +337,8 @@ async def check_after(volume: Volume) -> None:
 
 
 async def scrub(device: MemoryDevice) -> None:
-    report = fsck.Report("mem")
-    await fsck.check_device(device, report, scrub=True)
+    report = await fsck.examine(device, scrub=True)
     assert not report.findings, [str(finding) for finding in report.findings]
-    await device.start()
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
