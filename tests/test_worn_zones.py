@@ -167,7 +167,7 @@ async def test_an_offline_zone_costs_its_own_files_only() -> None:
         (zone,) = zones_of(volume, gone)
         rest = [ino for ino in rest if zone not in zones_of(volume, ino)]
         device.turn(zone, Condition.OFFLINE)
-        with pytest.raises(FSError, match="/f0: bytes 0 to .* offline") as caught:
+        with pytest.raises(FSError, match=r"/f0: bytes 0 to .* offline") as caught:
             await volume.read(gone, 0, 10)
         assert caught.value.errno == errno.EIO
         assert volume.statistics()["zones"]["offline"] == 1
