@@ -283,7 +283,7 @@ def test_a_mistake_stops_the_mount_for_good(fresh: Live) -> None:
 
 BROKEN_COMMITTER = """
 from retainzfs.committer import Committer
-async def commit(self, *arguments):
+async def commit(self, *arguments, **more):
     raise AssertionError("a mistake in the background")
 Committer._commit = commit
 """
