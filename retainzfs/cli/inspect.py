@@ -169,7 +169,6 @@ def _troubles(status: dict[str, Any]) -> list[tuple[str, str]]:
     zones = status["zones"]
     counts = (
         (status["write_errors"], "writes failed and went elsewhere"),
-        (status["checksum_errors"], "reads met changed bytes"),
         (zones["read_only"], "zones read-only"),
         (zones["offline"], "zones offline"),
     )
