@@ -13,9 +13,9 @@ scratch_clean_up() {
     if grep -qF " $mount " /proc/self/mounts; then
         retainzfs umount "$mount" || fusermount3 -u -z "$mount"
     fi
-    for directory in $(awk -v "below=$work/" 'index($2, below) == 1 { print $2 }' /proc/self/mounts); do
-        umount -l "$directory"
-    done
+    while read -r _ directory _; do
+        [[ $directory != "$work"/* ]] || umount -l "$directory"
+    done </proc/self/mounts
     rm -rf --one-file-system -- "$work"
     [ "$status" = 0 ] || echo "$0: failed with exit code $status" >&2
     exit "$status"
