@@ -100,6 +100,19 @@ async def synced(volume: Volume, name: bytes, data: bytes) -> int:
     return ino
 
 
+async def half_dead(volume: Volume, rng: random.Random, count: int) -> dict[int, bytes]:
+    """Leave so many small files, inode → content, where larger ones between them were deleted."""
+    kept: dict[int, bytes] = {}
+    for i in range(count):
+        data = rng.randbytes(30_000)
+        kept[await put(volume, ROOT, b"keep-%d" % i, data)] = data
+        await put(volume, ROOT, b"drop-%d" % i, rng.randbytes(120_000))
+        await volume.syncfs()
+    for i in range(count):
+        await volume.unlink(ROOT, b"drop-%d" % i)
+    return kept
+
+
 async def content(volume: Volume, ino: int) -> bytes:
     return bytes(await volume.read(ino, 0, volume.inode(ino).size + 1))
 

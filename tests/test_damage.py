@@ -29,6 +29,7 @@ from tests.conftest import COMMAND, PATIENCE_S, Live, as_user, retainzfs
 from tests.helpers import (
     content,
     formatted,
+    half_dead,
     mounted,
     put,
     small_device,
@@ -118,14 +119,7 @@ async def test_collection_leaves_damage_in_place_and_goes_on(
     device = await formatted(small_device(zones=24))
     rng = random.Random(3)
     async with mounted(device) as volume:
-        kept: dict[int, bytes] = {}
-        for i in range(24):
-            data = rng.randbytes(30_000)
-            kept[await put(volume, ROOT, b"keep-%d" % i, data)] = data
-            await put(volume, ROOT, b"drop-%d" % i, rng.randbytes(120_000))
-            await volume.syncfs()
-        for i in range(24):
-            await volume.unlink(ROOT, b"drop-%d" % i)
+        kept = await half_dead(volume, rng, 24)
         await volume.syncfs()
         victim = volume.reclaim._victim()
         assert victim is not None

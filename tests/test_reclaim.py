@@ -15,6 +15,7 @@ from tests.helpers import (
     FILE,
     content,
     formatted,
+    half_dead,
     mounted,
     put,
     small_device,
@@ -57,14 +58,7 @@ async def test_collection_moves_what_lives_and_changes_no_file() -> None:
     device = await formatted(small_device(zones=32))
     rng = random.Random(5)
     async with mounted(device) as volume:
-        kept: dict[int, bytes] = {}
-        for i in range(20):
-            data = rng.randbytes(30_000)
-            kept[await put(volume, ROOT, b"keep-%d" % i, data)] = data
-            await put(volume, ROOT, b"drop-%d" % i, rng.randbytes(120_000))
-            await volume.syncfs()
-        for i in range(20):
-            await volume.unlink(ROOT, b"drop-%d" % i)
+        kept = await half_dead(volume, rng, 20)
         live = sum(-(-len(d) // BLOCK) * BLOCK for d in kept.values())
         times = {ino: (volume.inode(ino).mtime_ns, volume.inode(ino).ctime_ns) for ino in kept}
         empty = volume.table.empty
