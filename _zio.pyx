@@ -1,8 +1,8 @@
 # cython: language_level=3, boundscheck=False, wraparound=False
 """Native part of retainzfs: aligned buffers, CRC-32C, and I/O threads that never take the GIL.
 
-An `Engine` owns two pools of POSIX threads: writers run appends, flushes and discards, readers run
-reads. A request is one `Job`: it goes from a queue to a thread and from there to the list of
+An `Engine` owns two pools of POSIX threads: writers run appends, flushes, discards and the commands
+of zoned block devices, readers run reads. A request is one `Job`: it goes from a queue to a thread and from there to the list of
 completions, and while a thread runs it nobody else touches it. One eventfd is readable when that
 list is not empty.
 
@@ -16,7 +16,7 @@ from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
 from cpython.ref cimport Py_DECREF, Py_INCREF, PyObject
 from libc.errno cimport EINTR, ENODATA, errno
 from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
-from libc.stdlib cimport free
+from libc.stdlib cimport calloc, free
 from libc.string cimport memcmp, memcpy, memset
 from posix.stdlib cimport posix_memalign
 from posix.types cimport pid_t
@@ -30,8 +30,10 @@ cdef extern from * nogil:
     r"""
     #include <endian.h>
     #include <fcntl.h>
+    #include <linux/blkzoned.h>
     #include <linux/fs.h>
     #include <pthread.h>
+    #include <stdlib.h>
     #include <sys/ioctl.h>
 
     #define ZIO_BLOCK 4096
@@ -116,7 +118,39 @@ cdef extern from * nogil:
                                         (off_t)offset, (off_t)length);
         return failed ? errno : 0;
     }
+
+    #define ZIO_SECTOR 512ull  /* the unit of the zone ioctls, whatever the device's blocks */
+
+    static int zio_command(int fd, unsigned long request, uint64_t offset, uint64_t length) {
+        struct blk_zone_range range = {offset / ZIO_SECTOR, length / ZIO_SECTOR};
+        return ioctl(fd, request, &range) ? errno : 0;
+    }
+
+    typedef struct { uint64_t start, length, capacity, pointer; int type, condition; } zio_zone;
+
+    /* Fills up to `count` zones from the one at byte `offset` on; returns how many, or -errno. */
+    static int zio_report(int fd, uint64_t offset, unsigned count, zio_zone *zones) {
+        struct blk_zone_report *report =
+            calloc(1, sizeof *report + count * sizeof(struct blk_zone));
+        if (!report) return -ENOMEM;
+        report->sector = offset / ZIO_SECTOR;
+        report->nr_zones = count;
+        int got = ioctl(fd, BLKREPORTZONE, report) ? -errno : (int)report->nr_zones;
+        for (int i = 0; i < got; i++) {
+            const struct blk_zone *zone = &report->zones[i];
+            /* Kernels before 5.9 do not tell the capacity, which is the length then. */
+            uint64_t capacity = report->flags & BLK_ZONE_REP_CAPACITY ? zone->capacity : zone->len;
+            zones[i] = (zio_zone){zone->start * ZIO_SECTOR, zone->len * ZIO_SECTOR,
+                                  capacity * ZIO_SECTOR, zone->wp * ZIO_SECTOR,
+                                  zone->type, zone->cond};
+        }
+        free(report);
+        return got;
+    }
     """
+    ctypedef struct zio_zone:
+        uint64_t start, length, capacity, pointer
+        int type, condition
     ctypedef struct pthread_t: pass
     ctypedef struct pthread_mutex_t: pass
     ctypedef struct pthread_cond_t: pass
@@ -136,14 +170,23 @@ cdef extern from * nogil:
     void zio_blocks(const unsigned char *data, size_t blocks, unsigned char *out)
     void zio_blocks_table(const unsigned char *data, size_t blocks, unsigned char *out)
     int zio_discard(int fd, uint64_t offset, uint64_t length, bint device)
+    int zio_command(int fd, unsigned long request, uint64_t offset, uint64_t length)
+    int zio_report(int fd, uint64_t offset, unsigned count, zio_zone *zones)
+    unsigned long BLKRESETZONE, BLKOPENZONE, BLKCLOSEZONE, BLKFINISHZONE
 
 cdef enum:
     PAGE = 4096
     HEADER = 32
     TRAILER_SUMS = 1016         # (PAGE - HEADER) / 4
     MAX_THREADS = 64
+    REPORT_ZONES = 4096         # of one call: 256 KiB of report
 
 HARDWARE_CRC = zio_init()
+
+RESET_ZONE = BLKRESETZONE
+OPEN_ZONE = BLKOPENZONE
+CLOSE_ZONE = BLKCLOSEZONE
+FINISH_ZONE = BLKFINISHZONE
 
 
 cdef class Slot:
@@ -200,13 +243,43 @@ def aligned(const unsigned char[::1] data not None):
     return data.shape[0] == 0 or <uintptr_t>&data[0] % PAGE == 0
 
 
+def report_zones(int fd, int64_t offset, int count):
+    """Up to `count` zones of a zoned block device from the one at byte `offset` on, each as
+    (start, length, capacity, write pointer, type, condition); the first four in bytes, the pointer
+    from the start of the device, the others as in linux/blkzoned.h. Raises OSError."""
+    cdef int got, i, wanted
+    cdef zio_zone *zone
+    cdef zio_zone *zones = <zio_zone *>calloc(REPORT_ZONES, sizeof(zio_zone))
+    cdef list found = []
+    if zones == NULL:
+        raise MemoryError("the report of zones")
+    try:
+        while len(found) < count:
+            wanted = min(REPORT_ZONES, count - <int>len(found))
+            with nogil:
+                got = zio_report(fd, offset, wanted, zones)
+            if got < 0:
+                raise OSError(-got, os.strerror(-got))
+            if got == 0:
+                break
+            for i in range(got):
+                zone = &zones[i]
+                found.append((zone.start, zone.length, zone.capacity, zone.pointer, zone.type,
+                              zone.condition))
+            offset = zones[got - 1].start + zones[got - 1].length
+    finally:
+        free(zones)
+    return found
+
+
 cdef enum Operation:
-    WRITE, FLUSH, DISCARD, READ
+    WRITE, FLUSH, DISCARD, COMMAND, READ
 
 cdef struct Job:
     Operation operation
     int fd
     bint device                 # DISCARD: fd is a block device
+    unsigned long request       # COMMAND: of ioctl(2)
     int64_t offset
     unsigned char *data
     uint64_t length
@@ -288,6 +361,8 @@ cdef void run(Job *job) noexcept nogil:
         job.error = run_read(job)
     elif job.operation == FLUSH:
         job.error = errno if fdatasync(job.fd) else 0
+    elif job.operation == COMMAND:
+        job.error = zio_command(job.fd, job.request, job.offset, job.length)
     else:
         job.error = zio_discard(job.fd, job.offset, job.length, job.device)
 
@@ -451,6 +526,14 @@ cdef class Engine:
         request.job.length = length
         request.job.device = device
         self.submit(&self.writers, request, DISCARD)
+
+    def submit_command(self, object token, int fd, unsigned long request, int64_t offset,
+                       uint64_t length):
+        """RESET_ZONE, OPEN_ZONE, CLOSE_ZONE or FINISH_ZONE for all zones of a range of bytes."""
+        cdef Request command = Request(token, fd, offset)
+        command.job.length = length
+        command.job.request = request
+        self.submit(&self.writers, command, COMMAND)
 
     def submit_read(self, object token, int fd, int64_t offset, object buffer, bytes sums=b""):
         """Fill `buffer` (whole blocks); `sums` are what the crc32c of every block should be.

@@ -5,6 +5,10 @@ from typing import Any
 from typing_extensions import Buffer
 
 HARDWARE_CRC: bool
+RESET_ZONE: int
+OPEN_ZONE: int
+CLOSE_ZONE: int
+FINISH_ZONE: int
 
 class Slot:
     def __init__(self, size: int, clear: bool = True) -> None: ...
@@ -14,6 +18,7 @@ class Slot:
 def crc32c(data: Buffer, value: int = 0, *, portable: bool = False) -> int: ...
 def crc32c_blocks(data: Buffer, *, portable: bool = False) -> bytes: ...
 def aligned(data: Buffer) -> bool: ...
+def report_zones(fd: int, offset: int, count: int) -> list[tuple[int, int, int, int, int, int]]: ...
 
 class Engine:
     pending: int
@@ -26,6 +31,9 @@ class Engine:
     def submit_flush(self, token: Any, fd: int) -> None: ...
     def submit_discard(
         self, token: Any, fd: int, offset: int, length: int, device: bool = False
+    ) -> None: ...
+    def submit_command(
+        self, token: Any, fd: int, request: int, offset: int, length: int
     ) -> None: ...
     def submit_read(
         self, token: Any, fd: int, offset: int, buffer: Buffer, sums: bytes = b""

@@ -70,6 +70,13 @@ class BadGeometry(RetainzError):
     exit_code = 2
 
 
+class WriteOrder(RetainzError):
+    """{}: the scheduler {} may mix up the writes to a zone, and setting another one failed ({}).
+    Do as root: echo {} > {}"""
+
+    errno = errno.EINVAL
+
+
 class ForeignTarget(RetainzError):
     """{}: not a retainzfs target ({}). Format it with 'retainzfs mkfs'."""
 

@@ -229,7 +229,7 @@ class Journal:
             try:
                 await self.device.finish(zone)
             except errors.RetainzError:
-                if self.device.report()[zone].condition not in STUCK:
+                if self.device.report_zone(zone).condition not in STUCK:
                     raise
 
     async def _begin(self) -> int:
@@ -261,7 +261,7 @@ class Journal:
         """Whether the zone, where a superblock failed, is sure to hold none."""
         with suppress(errors.RetainzError):
             await self.device.reset([zone])
-        report = self.device.report()[zone]
+        report = self.device.report_zone(zone)
         return report.condition is Condition.OFFLINE or not report.write_pointer
 
     def _free_zone(self) -> int:

@@ -110,7 +110,7 @@ class Reclaim:
         return done
 
     def _is_reset(self, zone: Zone) -> bool:
-        return self.device.report()[zone.index].condition is Condition.EMPTY
+        return self.device.report_zone(zone.index).condition is Condition.EMPTY
 
     async def make_room(self, kind: Kind, nbytes: int) -> None:
         """Return when `nbytes` may be staged for a kind of zone. Raises NoSpace.

@@ -151,7 +151,7 @@ async def scan(device: Device) -> tuple[Replay, dict[int, int], int]:
     replay.clean = last is BatchKind.CLEAN and not replay.rolled_back and not replay.gaps
     if not replay.clean:
         _give_up(device, replay, chain, zones)
-    newest_zone = device.report()[chain[zones[-1].position]]
+    newest_zone = device.report_zone(chain[zones[-1].position])
     full = newest_zone.condition is Condition.FULL  # it was finished, and the next one not begun
     return replay, chain, newest_zone.capacity if full else zones[-1].end
 
@@ -179,7 +179,7 @@ def _offline(device: Device) -> list[int]:
 def _check_head(device: Device, head: int) -> None:
     """The log goes on behind a zone that takes no more: where, if one of the others is offline?"""
     offline = _offline(device)
-    if offline and device.report()[head].condition in (Condition.FULL, Condition.READ_ONLY):
+    if offline and device.report_zone(head).condition in (Condition.FULL, Condition.READ_ONLY):
         zones = " and ".join(map(str, offline))
         raise errors.Damaged(
             device.name,
@@ -275,7 +275,7 @@ async def _pieces(
 
     Behind a broken batch the blocks are searched on. Zeros in a finished zone were never written.
     """
-    report = device.report()[zone]
+    report = device.report_zone(zone)
     full = report.condition is Condition.FULL
     limit = report.capacity if full else report.write_pointer
     window = _Window(device, zone, limit)

@@ -133,7 +133,7 @@ class Trouble:
 
     def look(self, zone: Zone) -> None:
         """Take over what the device says of a zone in which nothing is promised."""
-        report = self.device.report()[zone.index]
+        report = self.device.report_zone(zone.index)
         state = STATES[report.condition]
         if state in LOST:
             self._turn(zone, state, "the device says that it is")
@@ -157,7 +157,7 @@ class Trouble:
         """A read failed, and not for a checksum."""
         if error.errno in errors.GONE:
             self.met(error)
-        elif STATES[self.device.report()[zone.index].condition] in LOST:
+        elif STATES[self.device.report_zone(zone.index).condition] in LOST:
             self._settle(zone)
 
     def retire(self, zone: Zone) -> None:

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 from retainzfs.device import BLOCK, Condition, create_target, open_target
 from retainzfs.device.aio import AsyncEngine, Ticket
-from retainzfs.device.emulated import EmulatedDevice, set_direct
+from retainzfs.device.disk import set_direct
+from retainzfs.device.emulated import EmulatedDevice
 from retainzfs.device.head import ALIGNMENT, STATES
 from retainzfs.errors import ChecksumError, Damaged, DeviceError, ForeignTarget
 from tests.device_backends import (

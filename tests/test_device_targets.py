@@ -70,10 +70,10 @@ class TestGeometry:
         ],
     )
     def test_defaults(self, size: int, zone_size: int, count: int) -> None:
-        assert plan_geometry("t", size) == Geometry(zone_size, zone_size, count, 8, 14)
+        assert plan_geometry("t", size, {}) == Geometry(zone_size, zone_size, count, 8, 14)
 
     def test_without_a_head(self) -> None:
-        assert plan_geometry("t", 16 * MIB, headless=True).zone_count == 64
+        assert plan_geometry("t", 16 * MIB, {}, headless=True).zone_count == 64
 
     @pytest.mark.parametrize(
         ("options", "limits"),
@@ -87,8 +87,8 @@ class TestGeometry:
             ({"max_open": 0, "max_active": 0}, (0, 0)),
         ],
     )
-    def test_limits(self, options: dict[str, Any], limits: tuple[int, int]) -> None:
-        geometry = plan_geometry("t", GIB, **options)
+    def test_limits(self, options: Any, limits: tuple[int, int]) -> None:
+        geometry = plan_geometry("t", GIB, options)
         assert (geometry.max_open, geometry.max_active) == limits
 
     @pytest.mark.parametrize(
@@ -107,23 +107,23 @@ class TestGeometry:
             ({"max_open": 9, "max_active": 8}, "9 open zones, but only 8 active ones"),
         ],
     )
-    def test_bad(self, options: dict[str, Any], text: str) -> None:
+    def test_bad(self, options: Any, text: str) -> None:
         with pytest.raises(BadGeometry, match=text):
-            plan_geometry("t", GIB, **options)
+            plan_geometry("t", GIB, options)
 
     @pytest.mark.parametrize(
-        ("size", "options", "minimum"),
+        ("size", "options", "headless", "minimum"),
         [
-            (5 * MIB - 1, {}, 5 * MIB),
-            (0, {}, 5 * MIB),
-            (GIB, {"zone_size": 64 * MIB}, GIB + MIB),
-            (15 * MIB, {"zone_size": MIB, "headless": True}, 16 * MIB),
+            (5 * MIB - 1, {}, False, 5 * MIB),
+            (0, {}, False, 5 * MIB),
+            (GIB, {"zone_size": 64 * MIB}, False, GIB + MIB),
+            (15 * MIB, {"zone_size": MIB}, True, 16 * MIB),
         ],
     )
-    def test_too_small(self, size: int, options: dict[str, Any], minimum: int) -> None:
+    def test_too_small(self, size: int, options: Any, headless: bool, minimum: int) -> None:
         with pytest.raises(TargetTooSmall, match=f"the minimum with these zones is {minimum} "):
-            plan_geometry("t", size, **options)
-        assert plan_geometry("t", minimum, **options).zone_count == 16
+            plan_geometry("t", size, options, headless=headless)
+        assert plan_geometry("t", minimum, options, headless=headless).zone_count == 16
 
 
 # --- memory targets -----------------------------------------------------------------------------
@@ -138,7 +138,7 @@ def test_memory_targets(target: str, size: int) -> None:
     device = open_target(target)
     assert isinstance(device, MemoryDevice)
     assert device.name == target
-    assert device.geometry == plan_geometry(target, size, headless=True)
+    assert device.geometry == plan_geometry(target, size, {}, headless=True)
     assert device is not open_target(target)
 
 

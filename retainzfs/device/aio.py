@@ -9,7 +9,7 @@ from collections.abc import Callable
 import outcome
 import trio
 
-from retainzfs._zio import Engine, Slot
+from retainzfs._zio import RESET_ZONE, Engine, Slot
 from retainzfs.device.protocol import Sums
 
 WRITERS = 4  # threads that append; a zone has always the same, which keeps its order
@@ -67,6 +67,7 @@ class AsyncEngine:
         # An engine of one thread is a queue: what it is given runs in order.
         self._queues = [Engine(1, 1) for _ in range(writers)]
         self._engine = Engine(1, readers)  # flushes and reads, which wait for no append
+        self._slow = Engine(1, 1)  # discards and resets, which no flush waits for
         self._scopes: list[trio.CancelScope] = []
         self._stopped = trio.Event()
         self._running = 0
@@ -77,7 +78,7 @@ class AsyncEngine:
             trio.lowlevel.spawn_system_task(self._deliver, engine, self._scopes[-1])
 
     def _engines(self) -> list[Engine]:
-        return [*self._queues, self._engine]
+        return [*self._queues, self._engine, self._slow]
 
     def append(
         self,
@@ -109,7 +110,18 @@ class AsyncEngine:
         self, callback: Callback, fd: int, offset: int, length: int, *, device: bool
     ) -> None:
         """Discard behind the caller's back; `callback` gets the errno or 0."""
-        self._engine.submit_discard(callback, fd, offset, length, device)
+        self._slow.submit_discard(callback, fd, offset, length, device)
+
+    async def command(self, fd: int, request: int, offset: int, length: int, zone: int) -> None:
+        """Open, close or finish a zone (`_zio.OPEN_ZONE` and so on), behind its appends."""
+        queue = self._queues[zone % len(self._queues)]
+        queue.submit_command(trio.lowlevel.current_task(), fd, request, offset, length)
+        _check((await _result())[0])
+
+    async def reset(self, fd: int, offset: int, length: int) -> None:
+        """Reset the zones of a range."""
+        self._slow.submit_command(trio.lowlevel.current_task(), fd, RESET_ZONE, offset, length)
+        _check((await _result())[0])
 
     async def aclose(self) -> None:
         """Wait for everything submitted, stop the threads."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from retainzfs.device import head
+from retainzfs.device import head, sysfs
 
 
 class Magic(NamedTuple):
@@ -74,12 +74,8 @@ _SAMPLES = 256
 
 def identify(fd: int, size: int) -> str | None:
     """What the open target of `size` bytes holds, for a message; None if it is blank."""
-    start = os.pread(fd, min(size, _PROBED), 0)
-    if (ext := _ext(start)) is not None:
-        return ext
-    for magic in MAGICS:
-        if start[magic.offset :].startswith(magic.value):
-            return magic.what
+    if (what := known(fd, size)) is not None:
+        return what
     for offset, length in _searched(fd, size):
         piece = os.pread(fd, length, offset)
         if piece != _ZEROS[: len(piece)]:
@@ -87,11 +83,22 @@ def identify(fd: int, size: int) -> str | None:
     return None
 
 
+def known(fd: int, size: int) -> str | None:
+    """What begins in the `size` bytes of the open target, if it is a format that we know."""
+    start = os.pread(fd, min(size, _PROBED), 0)
+    if (ext := _ext(start)) is not None:
+        return ext
+    for magic in MAGICS:
+        if start[magic.offset :].startswith(magic.value):
+            return magic.what
+    return None
+
+
 def users(fd: int, path: str) -> str | None:
     """Who uses the target, as far as the kernel tells: a mount, swap, a loop device; or None."""
     status = os.fstat(fd)
     real = os.path.realpath(path)
-    if stat.S_ISBLK(status.st_mode) and (user := _device_user(_sysfs(status))) is not None:
+    if stat.S_ISBLK(status.st_mode) and (user := _device_user(sysfs.directory(fd))) is not None:
         return user
     for line in Path("/proc/swaps").read_text().splitlines()[1:]:
         if _unescaped(line.split()[0]) == real:
@@ -100,19 +107,6 @@ def users(fd: int, path: str) -> str | None:
         if backing.read_text().rstrip("\n") == real:
             return f"attached to /dev/{backing.parts[3]}"
     return None
-
-
-def is_zoned(fd: int) -> bool:
-    """Whether the block device behind `fd` is host-managed zoned."""
-    status = os.fstat(fd)
-    if not stat.S_ISBLK(status.st_mode):
-        return False
-    zoned = _sysfs(status) / "queue/zoned"
-    return zoned.exists() and zoned.read_text().strip() == "host-managed"
-
-
-def _sysfs(status: os.stat_result) -> Path:
-    return Path(f"/sys/dev/block/{os.major(status.st_rdev)}:{os.minor(status.st_rdev)}")
 
 
 def _device_user(device: Path) -> str | None:

@@ -47,6 +47,9 @@ class MemoryDevice:
     def report(self) -> list[ZoneReport]:
         return self.rules.report()
 
+    def report_zone(self, zone: int) -> ZoneReport:
+        return self.rules.report_zone(zone)
+
     async def ready(self, zone: int) -> None:
         """Nothing is left to do after a reset."""
 

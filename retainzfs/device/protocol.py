@@ -113,7 +113,10 @@ class Device(Protocol):
     def close(self) -> None:
         """`aclose` for a device that was never started or whose trio run has ended."""
 
-    def report(self) -> list[ZoneReport]: ...
+    def report(self) -> list[ZoneReport]:
+        """Every zone as the device has it now, by index."""
+
+    def report_zone(self, zone: int) -> ZoneReport: ...
 
     async def ready(self, zone: int) -> None:
         """Return when the zone takes appends: what a reset left to do for it is done."""
@@ -164,8 +167,8 @@ class Device(Protocol):
 
 
 def device_error(name: str, what: str, error: OSError) -> DeviceError:
-    """DeviceError that carries the host's errno."""
+    """DeviceError that carries the host's errno, and its words if it has some of its own."""
     code = error.errno or errno.EIO
-    raised = DeviceError(name, what, os.strerror(code))
+    raised = DeviceError(name, what, error.strerror or os.strerror(code))
     raised.errno = code
     return raised

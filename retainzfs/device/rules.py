@@ -8,7 +8,8 @@ Invariants
 Source: NVMe ZNS Command Set Specification 1.1, section 2.1.1 (states, resources, transitions).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from retainzfs._zio import aligned
@@ -59,7 +60,8 @@ class ZoneRules:
         self.states = list(states or (ZoneState() for _ in range(geometry.zone_count)))
         self.changed: set[int] = set()
         self._pending: dict[int, list[Pending]] = {}  # zone -> appends that run, in order
-        self._implicit: dict[int, None] = {}  # implicitly open zones, least recently written first
+        self._commanded: set[int] = set()  # zones in which a command runs
+        self._implicit: dict[int, None] = {}  # implicitly open zones, in the order of their opening
         self._explicit: set[int] = set()
         self._closed: set[int] = set()
         for zone, state in enumerate(self.states):
@@ -79,11 +81,12 @@ class ZoneRules:
         return self.open + len(self._closed)
 
     def report(self) -> list[ZoneReport]:
-        capacity = self.geometry.zone_capacity
-        return [
-            ZoneReport(zone, state.condition, self._reported_pointer(state), capacity)
-            for zone, state in enumerate(self.states)
-        ]
+        return [self.report_zone(zone) for zone in range(len(self.states))]
+
+    def report_zone(self, zone: int) -> ZoneReport:
+        state = self.states[zone]
+        pointer = self._reported_pointer(state)
+        return ZoneReport(zone, state.condition, pointer, self.geometry.zone_capacity)
 
     def power_cycle(self) -> None:
         """Open zones become closed, those without data empty."""
@@ -94,6 +97,12 @@ class ZoneRules:
         """What only a failing device does: READ_ONLY or OFFLINE."""
         self._set(zone, condition)
 
+    def adopt(self, zone: int, condition: Condition, pointer: int) -> None:
+        """Take over what a device tells of a zone, unless something runs in it."""
+        if zone not in self._pending and zone not in self._commanded:
+            self._set(zone, condition)
+            self.states[zone].pointer = pointer
+
     # An append is two steps, because its I/O lies between them.
 
     def begin_append(self, zone: int, offset: int, length: int) -> Pending:
@@ -103,6 +112,7 @@ class ZoneRules:
         pointer = state.pointer + sum(pending.length for pending in running)
         if state.condition not in WRITABLE:
             raise self._error(zone, f"append to a zone that is {label(state.condition)}")
+        self._refuse_commanded(zone, "append")
         if any(pending.lost for pending in running):
             raise self._error(zone, "append behind one that failed")
         if length <= 0 or length % BLOCK:
@@ -115,7 +125,7 @@ class ZoneRules:
                 f"append of {length} bytes at {offset} passes the capacity"
                 f" of {self.geometry.zone_capacity}",
             )
-        if state.condition != Condition.EXPLICIT_OPEN:
+        if state.condition not in OPEN:
             self._acquire(zone)
             self._set(zone, Condition.IMPLICIT_OPEN)
         pending = Pending(length)
@@ -160,44 +170,67 @@ class ZoneRules:
                 zone, f"read of {length} bytes at {offset} passes the write pointer {limit}"
             )
 
-    def reset(self, zones: Iterable[int]) -> list[int]:
-        """Make the zones empty; returns those that were not."""
-        held = []
-        for zone in dict.fromkeys(zones):
+    # The other commands: a check, and what the zone is then. Where the device takes its time for a
+    # command it is `running` between the two.
+
+    def check_reset(self, zones: Iterable[int]) -> list[int]:
+        """Returns those of the zones that a reset changes."""
+        zones = list(dict.fromkeys(zones))
+        for zone in zones:
             condition = self._state(zone).condition
             if condition in (Condition.READ_ONLY, Condition.OFFLINE, Condition.NOT_WP):
                 raise self._error(zone, f"reset of a zone that is {label(condition)}")
-            self._refuse_pending(zone, "reset")
-            if condition != Condition.EMPTY:
-                held.append(zone)
+            self._refuse_running(zone, "reset")
+        return [zone for zone in zones if self.states[zone].condition != Condition.EMPTY]
+
+    def reset(self, zones: Iterable[int]) -> list[int]:
+        """Make the zones empty; returns those that were not."""
+        held = self.check_reset(zones)
         for zone in held:
             self._set(zone, Condition.EMPTY)
             self.states[zone].pointer = 0
             self.states[zone].resets += 1
         return held
 
-    def finish(self, zone: int) -> None:
-        """Make the zone full; an empty one needs no free resource (its need is momentary)."""
+    def check_finish(self, zone: int) -> bool:
+        """Returns whether a finish changes the zone."""
         condition = self._state(zone).condition
         if condition not in WRITABLE | {Condition.FULL}:
             raise self._error(zone, f"finish of a zone that is {label(condition)}")
-        self._refuse_pending(zone, "finish")
-        self._set(zone, Condition.FULL)
+        self._refuse_running(zone, "finish")
+        return condition != Condition.FULL
+
+    def finish(self, zone: int) -> None:
+        """Make the zone full; an empty one needs no free resource (its need is momentary)."""
+        if self.check_finish(zone):
+            self._set(zone, Condition.FULL)
 
     def open_zone(self, zone: int) -> None:
         condition = self._state(zone).condition
         if condition not in WRITABLE:
             raise self._error(zone, f"open of a zone that is {label(condition)}")
-        self._refuse_pending(zone, "open")
+        self._refuse_running(zone, "open")
         self._acquire(zone)
         self._set(zone, Condition.EXPLICIT_OPEN)
 
+    def check_close(self, zone: int) -> None:
+        condition = self._state(zone).condition
+        if condition not in ACTIVE:
+            raise self._error(zone, f"close of a zone that is {label(condition)}")
+        self._refuse_running(zone, "close")
+
     def close_zone(self, zone: int) -> None:
-        state = self._state(zone)
-        if state.condition not in ACTIVE:
-            raise self._error(zone, f"close of a zone that is {label(state.condition)}")
-        self._refuse_pending(zone, "close")
-        self._set(zone, Condition.CLOSED if state.pointer else Condition.EMPTY)
+        self.check_close(zone)
+        self._set(zone, Condition.CLOSED if self.states[zone].pointer else Condition.EMPTY)
+
+    @contextmanager
+    def running(self, *zones: int) -> Iterator[None]:
+        """A command runs in the zones: no append and no other command is admitted meanwhile."""
+        self._commanded.update(zones)
+        try:
+            yield
+        finally:
+            self._commanded.difference_update(zones)
 
     def _acquire(self, zone: int) -> None:
         """Have the resources to open `zone`, closing another one if that is the only way."""
@@ -239,9 +272,14 @@ class ZoneRules:
         full = state.condition == Condition.FULL
         return self.geometry.zone_capacity if full else state.pointer
 
-    def _refuse_pending(self, zone: int, command: str) -> None:
+    def _refuse_running(self, zone: int, command: str) -> None:
         if zone in self._pending:
             raise self._error(zone, f"{command} while an append runs")
+        self._refuse_commanded(zone, command)
+
+    def _refuse_commanded(self, zone: int, command: str) -> None:
+        if zone in self._commanded:
+            raise self._error(zone, f"{command} while a command runs")
 
     def _error(self, zone: int, text: str) -> ZoneRuleError:
         return ZoneRuleError(self.name, zone, text)

@@ -8,8 +8,8 @@ import secrets
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import TypedDict
+from dataclasses import asdict, replace
+from typing import TypedDict, Unpack
 
 from retainzfs._zio import Engine
 from retainzfs.device import contents
@@ -21,20 +21,22 @@ from retainzfs.device.head import (
     base_of,
     encode_header,
 )
+from retainzfs.device.kernel import KernelDevice, written_at_start
 from retainzfs.device.memory import MemoryDevice
 from retainzfs.device.protocol import (
     BLOCK,
     MIN_ZONE_SIZE,
     MIN_ZONES,
+    Condition,
     Device,
     Geometry,
     device_error,
 )
 from retainzfs.device.rules import ZoneState
+from retainzfs.device.sysfs import BlockDevice, directory
 from retainzfs.errors import (
     BadGeometry,
     ForeignTarget,
-    NotYet,
     TargetBusy,
     TargetHoldsData,
     TargetMissing,
@@ -52,7 +54,8 @@ DEFAULT_MAX_OPEN = 8
 
 
 class Wanted(TypedDict, total=False):
-    """How a target is to be formatted; see `create_target`."""
+    """How a target is to be formatted: sizes in bytes, limits in zones (0: no limit), None for the
+    default. See `create_target`."""
 
     size: int | None
     zone_size: int | None
@@ -71,82 +74,82 @@ def is_memory(target: str) -> bool:
 def open_target(target: str, *, readonly: bool = False) -> Device:
     """Open a formatted target: an image, a block device, or `mem:SIZE`, which is always new.
 
+    A host-managed zoned block device has its own zones, any other target emulated ones.
+
     The target is locked against a second use until the device is closed. Call `start` on it
     before any operation. Errors: TargetMissing, TargetBusy, ForeignTarget, NewerFormat, Damaged.
     """
     if is_memory(target):
-        return MemoryDevice(plan_geometry(target, _memory_size(target), headless=True), target)
+        return MemoryDevice(plan_geometry(target, _memory_size(target), {}, headless=True), target)
     fd = _opened(target, readonly=readonly)
     with _closed_on_error(target, "open", fd):
+        if _is_zoned(target, fd):
+            return KernelDevice(target, fd, readonly=readonly)
         return EmulatedDevice(target, fd, readonly=readonly)
 
 
-def create_target(
-    target: str,
-    *,
-    size: int | None = None,
-    zone_size: int | None = None,
-    zone_capacity: int | None = None,
-    max_open: int | None = None,
-    max_active: int | None = None,
-    force: bool = False,
-    preallocate: bool = False,
-) -> Device:
-    """Format a target with empty zones and open it. Sizes in bytes; None is the default.
+def create_target(target: str, **wanted: Unpack[Wanted]) -> Device:
+    """Format a target with empty zones and open it.
 
-    A missing image is created with exactly `size` bytes, sparse unless `preallocate`. Limits of 0
-    mean no limit. Without `force` a target that is not blank is refused. After an error the
-    target is as it was. Errors: TargetHoldsData, TargetBusy, TargetTooSmall, BadGeometry,
-    TargetMissing, DeviceError.
+    A missing image is created with exactly `size` bytes, sparse unless `preallocate`. Without
+    `force` a target that is not blank is refused. After an error the target is as it was; the zones
+    of a zoned block device are so in any case, and the caller resets them. Errors: TargetHoldsData,
+    TargetBusy, TargetTooSmall, BadGeometry, WriteOrder, TargetMissing, UsageError, DeviceError.
     """
+    size = wanted.get("size")
     if is_memory(target):
-        geometry = plan_geometry(
-            target,
-            _memory_size(target) if size is None else size,
-            zone_size=zone_size,
-            zone_capacity=zone_capacity,
-            max_open=max_open,
-            max_active=max_active,
-            headless=True,
-        )
-        return MemoryDevice(geometry, target)
+        size = _memory_size(target) if size is None else size
+        return MemoryDevice(plan_geometry(target, size, wanted, headless=True), target)
     created = not os.path.lexists(target)
     if created and size is None:
         raise TargetMissing(target)
     fd = _opened(target, readonly=False, create=created)
     with _closed_on_error(target, "format", fd, unlink=created):
-        old_size = os.lseek(fd, 0, os.SEEK_END)
-        new_size = _new_size(target, fd, old_size, size)
-        geometry = plan_geometry(
-            target,
-            new_size,
-            zone_size=zone_size,
-            zone_capacity=zone_capacity,
-            max_open=max_open,
-            max_active=max_active,
-        )
-        if not force and (found := contents.identify(fd, old_size)) is not None:
+        if _is_zoned(target, fd):
+            return _create_zoned(target, fd, wanted)
+        return _create_emulated(target, fd, wanted)
+
+
+def _create_zoned(target: str, fd: int, wanted: Wanted) -> KernelDevice:
+    """The device with its own zones, which nobody can choose."""
+    found = contents.known(fd, written_at_start(fd))
+    device = KernelDevice(target, fd)
+    for name, value in asdict(device.geometry).items():
+        if wanted.get(name, value) not in (None, value):
+            what = f"{name.replace('_', ' ')} of {wanted.get(name)} wanted"
+            raise BadGeometry(target, f"{what}, but this zoned device has {value}")
+    for name in ("size", "preallocate"):
+        if wanted.get(name):
+            raise BadGeometry(target, f"a zoned device takes no --{name}; leave it out")
+    if not wanted.get("force"):
+        blank = (Condition.EMPTY, Condition.READ_ONLY, Condition.OFFLINE)
+        used = sum(zone.condition not in blank for zone in device.report())
+        if used and found is None:
+            found = f"data in {used} of {device.geometry.zone_count} zones"
+        if found is not None:
             raise TargetHoldsData(target, found)
-        flags = PREALLOCATED if preallocate else 0
-        header = Header(secrets.token_bytes(16), base_of(geometry.zone_count), geometry, flags)
-        _format(fd, header, old_size, new_size)
-        return EmulatedDevice(target, fd)
+    return device
 
 
-def plan_geometry(
-    name: str,
-    size: int,
-    *,
-    zone_size: int | None = None,
-    zone_capacity: int | None = None,
-    max_open: int | None = None,
-    max_active: int | None = None,
-    headless: bool = False,
-) -> Geometry:
+def _create_emulated(target: str, fd: int, wanted: Wanted) -> EmulatedDevice:
+    old_size = os.lseek(fd, 0, os.SEEK_END)
+    new_size = _new_size(target, fd, old_size, wanted.get("size"))
+    geometry = plan_geometry(target, new_size, wanted)
+    if not wanted.get("force") and (found := contents.identify(fd, old_size)) is not None:
+        raise TargetHoldsData(target, found)
+    flags = PREALLOCATED if wanted.get("preallocate") else 0
+    header = Header(secrets.token_bytes(16), base_of(geometry.zone_count), geometry, flags)
+    _format(fd, header, old_size, new_size)
+    return EmulatedDevice(target, fd)
+
+
+def plan_geometry(name: str, size: int, wanted: Wanted, *, headless: bool = False) -> Geometry:
     """The geometry of a device of `size` bytes; `headless` without room for the emulated head.
 
     Errors: BadGeometry, TargetTooSmall (with the minimum in bytes).
     """
+    zone_size, zone_capacity = wanted.get("zone_size"), wanted.get("zone_capacity")
+    max_open, max_active = wanted.get("max_open"), wanted.get("max_active")
     zone_size = _default_zone_size(size, headless) if zone_size is None else zone_size
     zone_capacity = zone_size if zone_capacity is None else zone_capacity
     if max_active is None:
@@ -271,8 +274,6 @@ def _opened(target: str, *, readonly: bool, create: bool = False) -> int:
 
 
 def _claim(target: str, fd: int, readonly: bool) -> None:
-    if contents.is_zoned(fd):
-        raise NotYet(f"{target}: a host-managed zoned block device")
     if (user := contents.users(fd, target)) is not None and not readonly:
         raise TargetBusy(target, user)
     if stat.S_ISREG(os.fstat(fd).st_mode):
@@ -280,6 +281,17 @@ def _claim(target: str, fd: int, readonly: bool) -> None:
             fcntl.flock(fd, (fcntl.LOCK_SH if readonly else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise TargetBusy(target, "locked by another retainzfs") from error
+
+
+def _is_zoned(target: str, fd: int) -> bool:
+    """Whether the target has zones of its own. A partition of it has not all of them: refused."""
+    if not stat.S_ISBLK(os.fstat(fd).st_mode):
+        return False
+    device = BlockDevice(directory(fd))
+    if device.zoned and device.is_partition:
+        disk = device.disk.resolve().name
+        raise UsageError(f"{target}: a partition of a zoned disk; give the disk, /dev/{disk}")
+    return device.zoned
 
 
 def _user(target: str) -> str:

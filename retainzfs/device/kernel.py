@@ -1,0 +1,235 @@
+"""The zones of a host-managed zoned block device, ZNS or SMR, through the kernel.
+
+Invariants
+- The rules are our view of the zones. A command that takes a slot is in the view before it runs,
+  one that frees a slot when it has ended: the device never has fewer slots free than the view.
+- After a command failed the zones that it met are reported again, and the report is taken over.
+- One write is in flight in a zone, at its write pointer; the kernel keeps the parts in order into
+  which it splits it (`sysfs.BlockDevice.keep_order`).
+
+Zones are numbered from the first one that is written in order. Conventional zones, which some SMR
+disks have at their ends, are not used.
+
+Sources: linux/blkzoned.h; NVMe ZNS Command Set Specification 1.1; the kernel's errors are those of
+block/blk-zoned.c and drivers/nvme/host/core.c.
+"""
+
+import errno
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import NamedTuple
+
+from retainzfs._zio import CLOSE_ZONE, FINISH_ZONE, OPEN_ZONE, report_zones
+from retainzfs.device.aio import AsyncEngine
+from retainzfs.device.disk import DiskDevice, set_direct
+from retainzfs.device.protocol import BLOCK, OPEN, Condition, Geometry, ZoneReport
+from retainzfs.device.rules import Pending, ZoneRules
+from retainzfs.device.sysfs import BlockDevice, directory
+from retainzfs.errors import BadGeometry, DeviceError
+
+log = logging.getLogger(__name__)
+
+CONVENTIONAL = 1  # BLK_ZONE_TYPE_CONVENTIONAL
+ALL_ZONES = 1 << 30
+BARE = (Condition.FULL, Condition.READ_ONLY, Condition.OFFLINE)  # their pointer means nothing
+WORDS = {  # where the words of errno(3) would mislead
+    errno.EOVERFLOW: "the device has as many active zones as it allows; does another program"
+    " write to it?",
+    errno.ETOOMANYREFS: "the device has as many open zones as it allows; does another program"
+    " write to it?",
+}
+
+
+class Found(NamedTuple):
+    """A zone as the kernel reports it; in bytes, the pointer from the start of the device."""
+
+    start: int
+    length: int
+    capacity: int
+    pointer: int
+    type: int
+    condition: int
+
+
+class KernelDevice(DiskDevice):
+    """Built by `retainzfs.device.open_target` and `create_target`; owns the descriptor `fd`.
+
+    Raises BadGeometry for zones on which no volume can live, WriteOrder where the kernel would
+    mix up the writes to a zone.
+    """
+
+    def __init__(self, name: str, fd: int, *, readonly: bool = False) -> None:
+        block_device = BlockDevice(directory(fd))
+        self._sysfs = block_device.path
+        zones = usable([Found(*zone) for zone in report_zones(fd, 0, ALL_ZONES)])
+        super().__init__(name, fd, zones[0].start if zones else 0, readonly=readonly)
+        self.geometry = geometry_of(name, zones, block_device)
+        if not readonly:
+            for disk in block_device.keep_order(name, os.uname().release):
+                log.info("%s: set the scheduler of %s, which keeps writes in order", name, disk)
+        set_direct(fd)
+        self._volatile = block_device.volatile_cache
+        self.rules = ZoneRules(name, self.geometry)
+        for zone in self._report(range(self.geometry.zone_count)):
+            self.rules.adopt(*zone[:3])
+
+    async def start(self) -> None:
+        await super().start()
+        if not self._readonly:
+            await self._let_go()
+
+    async def _let_go(self) -> None:
+        """Close what a crash left open, as a power cycle does, and empty what holds no data: both
+        would keep a slot for nothing."""
+        try:
+            for zone in self.report():
+                if zone.condition in OPEN:
+                    await self.close_zone(zone.index)
+            closed = [zone for zone in self.report() if zone.condition == Condition.CLOSED]
+            await self.reset([zone.index for zone in closed if not zone.write_pointer])
+        except DeviceError as error:
+            log.warning("%s; the zone keeps a slot", error)
+
+    # --- zones ----------------------------------------------------------------------------------
+
+    def report(self) -> list[ZoneReport]:
+        """What the device says now, and the view after a failure to say it."""
+        return self._told(range(self.geometry.zone_count))
+
+    def report_zone(self, zone: int) -> ZoneReport:
+        return self._told(range(zone, zone + 1))[0]
+
+    async def ready(self, zone: int) -> None:
+        """A reset has ended when `reset` has."""
+
+    async def reset(self, zones: Sequence[int]) -> None:
+        io = self._writing("reset")
+        held = self.rules.check_reset(zones)
+        size = self.geometry.zone_size
+        try:
+            with self.rules.running(*held):
+                for first, count in ranges(held):
+                    await io.reset(self._fd, self._address(first, 0), count * size)
+        except OSError as error:
+            self._told(range(min(held), max(held) + 1))
+            raise self._error(f"reset of {len(held)} zones", error) from error
+        self.rules.reset(held)
+        self._statistics["resets"] += len(held)
+
+    async def finish(self, zone: int) -> None:
+        io = self._writing("finish")
+        if self.rules.check_finish(zone):
+            await self._command(io, FINISH_ZONE, zone, "finish")
+            self.rules.finish(zone)
+        self._statistics["finishes"] += 1
+
+    async def open_zone(self, zone: int) -> None:
+        io = self._writing("open")
+        self.rules.open_zone(zone)
+        await self._command(io, OPEN_ZONE, zone, "open")
+
+    async def close_zone(self, zone: int) -> None:
+        io = self._writing("close")
+        self.rules.check_close(zone)
+        await self._command(io, CLOSE_ZONE, zone, "close")
+        self.rules.close_zone(zone)
+        if not self.rules.states[zone].pointer:
+            # ZNS leaves such a zone closed, ZBC makes it empty.
+            self.report_zone(zone)
+
+    async def _command(self, io: AsyncEngine, request: int, zone: int, what: str) -> None:
+        address, size = self._address(zone, 0), self.geometry.zone_size
+        try:
+            with self.rules.running(zone):
+                await io.command(self._fd, request, address, size, zone)
+        except OSError as error:
+            self.report_zone(zone)
+            raise self._error(f"{what} of zone {zone}", error) from error
+
+    async def _flush_round(self, io: AsyncEngine) -> None:
+        if not self.rules.changed:
+            return
+        self.rules.changed.clear()
+        if self._volatile:
+            await io.flush(self._fd)
+        self._statistics["flushes"] += 1
+
+    # --- shared ---------------------------------------------------------------------------------
+
+    def _ended(self, zone: int, pending: Pending, error: int) -> None:
+        super()._ended(zone, pending, error)
+        if error or pending.lost:
+            self.report_zone(zone)
+
+    def _told(self, zones: range) -> list[ZoneReport]:
+        """The device's report of adjacent zones, which the view follows where nothing runs."""
+        try:
+            found = list(self._report(zones))
+        except OSError as error:
+            log.error("%s: no report of its zones: %s", self.name, os.strerror(error.errno or 0))
+            return self.rules.report()[zones.start : zones.stop]
+        for zone in found:
+            self.rules.adopt(*zone[:3])
+        return found
+
+    def _report(self, zones: range) -> Iterator[ZoneReport]:
+        found = report_zones(self._fd, self._address(zones.start, 0), len(zones))
+        for index, zone in zip(zones, map(Found._make, found), strict=True):
+            assert zone.start == self._address(index, 0), f"zone {index} has moved"
+            condition = Condition(zone.condition)
+            pointer = zone.capacity if condition in BARE else zone.pointer - zone.start
+            yield ZoneReport(index, condition, pointer, zone.capacity)
+
+    def _gone(self) -> bool:
+        return not self._sysfs.exists()
+
+    def _error(self, what: str, error: OSError) -> DeviceError:
+        words = WORDS.get(error.errno or 0)
+        return super()._error(what, OSError(error.errno, words) if words else error)
+
+
+def written_at_start(fd: int) -> int:
+    """Bytes at the start of the device that may hold something."""
+    [first] = map(Found._make, report_zones(fd, 0, 1))
+    return first.length if first.type == CONVENTIONAL else first.pointer - first.start
+
+
+def usable(zones: Sequence[Found]) -> Sequence[Found]:
+    """The longest row of equal zones that are written in order."""
+    rows = [
+        list(row)
+        for (kind, *_), row in groupby(zones, key=lambda z: (z.type, z.length, z.capacity))
+        if kind != CONVENTIONAL
+    ]
+    return max(rows, key=len, default=[])
+
+
+def geometry_of(name: str, zones: Sequence[Found], device: BlockDevice) -> Geometry:
+    if not zones:
+        raise BadGeometry(name, "it has no zones that are written in order")
+    if BLOCK % device.write_granularity:
+        what = f"its zones are written {device.write_granularity} bytes at a time"
+        raise BadGeometry(name, f"{what}; at most {BLOCK} are supported")
+    first = zones[0]
+    geometry = Geometry(
+        first.length, first.capacity, len(zones), device.max_open, device.max_active
+    )
+    if (flaw := geometry.flaw()) is not None:
+        raise BadGeometry(name, flaw)
+    return geometry
+
+
+def ranges(zones: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """(first, count) of the adjacent zones among them: one command resets many."""
+    first = count = 0
+    for zone in sorted(zones):
+        if count and zone == first + count:
+            count += 1
+            continue
+        if count:
+            yield first, count
+        first, count = zone, 1
+    if count:
+        yield first, count
