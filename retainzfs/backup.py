@@ -1,7 +1,7 @@
 """A copy of a target's metadata: what a repair is about to replace, in a tar archive.
 
 report.json   what was found, and the sizes that say where the rest was
-head          everything before zone 0
+head          everything before zone 0 of an emulated device
 zone-N        metadata zone N up to its write pointer; zeros for what could not be read
 """
 
@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from retainzfs import errors
-from retainzfs.device.heads import read_head, zone_offset
+from retainzfs.device import Device
+from retainzfs.device.heads import read_head
 from retainzfs.layout import BLOCK
 
 TAR_ROOM = 1 << 20  # bytes for the archive's own structure
@@ -30,13 +31,15 @@ def default_name(uuid: bytes) -> str:
     return f"retainzfs-metadata-{uuid.hex()[:8]}-{now}.tar"
 
 
-def save(target: str, zones: Iterable[tuple[int, int]], report: dict[str, Any], name: str) -> None:
+def save(
+    device: Device, zones: Iterable[tuple[int, int]], report: dict[str, Any], name: str
+) -> None:
     """Write a new archive, durably. `zones` are pairs of a zone and its write pointer, bytes.
 
     Raises OSError, FileExistsError among them, and NoSpace; then there is no new archive.
     """
     members = list(zones)
-    head = read_head(target)
+    head = read_head(device)
     told = json.dumps({"head_bytes": len(head), **report}, indent=1).encode()
     size = len(head) + len(told) + sum(end for _, end in members) + TAR_ROOM
     where = os.statvfs(Path(name).absolute().parent)
@@ -51,9 +54,9 @@ def save(target: str, zones: Iterable[tuple[int, int]], report: dict[str, Any], 
             with tarfile.open(fileobj=file, mode="w") as tar:
                 _add(tar, "report.json", len(told), io.BytesIO(told))
                 _add(tar, "head", len(head), io.BytesIO(head))
-                with open(target, "rb", buffering=0) as source:
+                with open(device.name, "rb", buffering=0) as source:
                     for zone, end in members:
-                        source.seek(zone_offset(target, zone))
+                        source.seek(device.address(zone))
                         _add(tar, f"zone-{zone}", end, _Readable(source))
             file.flush()
             os.fsync(file.fileno())

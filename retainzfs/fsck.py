@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import trio
 
 from retainzfs import consistency, errors, journal, recovery
-from retainzfs.device import Condition, Device, ZoneReport, is_memory, open_target
+from retainzfs.device import Condition, Device, ZoneReport, open_target
 from retainzfs.device.heads import head_faults
 from retainzfs.extents import StoredRuns
 from retainzfs.hints import format_size
@@ -92,10 +92,9 @@ def check(
     except errors.Damaged as damage:
         report.findings.append(Finding(str(damage.args[1])))
         return report
-    if not is_memory(target):
-        for fault in head_faults(target):
-            how = "write the good copy over it"
-            report.findings.append(Finding(fault.text, not fault.torn, how))
+    for fault in head_faults(device):
+        how = "write the good copy over it"
+        report.findings.append(Finding(fault.text, not fault.torn, how))
     trio.run(_check, device, report, scrub, Pace(rate), progress or _silent)
     return report
 

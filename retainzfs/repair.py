@@ -47,8 +47,8 @@ async def _repair(device: Device, report: Report, archive: str | None) -> str:
         name = archive or backup.default_name(newest.uuid)
         zones = device.report()[: newest.metadata_zones]
         written = [(zone.index, zone.write_pointer) for zone in zones if zone.write_pointer]
-        backup.save(device.name, written, report.as_dict(), name)
-        mend_head(device.name, head_faults(device.name))
+        backup.save(device, written, report.as_dict(), name)
+        mend_head(device.name, head_faults(device))
         if recovered is not None:
             mender = Mender(recovered.namespace, time.time_ns())
             if not any(consistency.check(recovered.namespace)):

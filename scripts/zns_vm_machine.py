@@ -115,9 +115,7 @@ def qemu_command(plan: Plan, ports: dict[str, int], images: list[int]) -> list[s
             f"local,path={path},mount_tag={tag},security_model=none,multidevs=remap",
         ]
     command += ["-device", "nvme,serial=zns-vm,id=nvme"]
-    for number, (namespace, image) in enumerate(
-        zip(plan.namespaces, images, strict=True), start=1
-    ):
+    for number, (namespace, image) in enumerate(zip(plan.namespaces, images, strict=True), start=1):
         command += ["-drive", f"file=/proc/self/fd/{image},if=none,id=ns{number},format=raw"]
         command += ["-device", namespace_device(number, namespace, plan.block_size)]
     return command

@@ -82,7 +82,7 @@ class DiskDevice(ABC):
             return refused(error)
         assert self._is_ready(zone), f"append to zone {zone}, which was not ready"
         ended = partial(self._ended, zone, pending)
-        address = self._address(zone, offset)
+        address = self.address(zone, offset)
         ticket = io.append(self._fd, address, data, header, zone, ended)
         return self._appended(zone, pending, ticket)
 
@@ -111,7 +111,7 @@ class DiskDevice(ABC):
         self.rules.check_read(zone, offset, length)
         slot = Slot(length, clear=False)
         try:
-            bad = await self._running().read(self._fd, self._address(zone, offset), slot, sums)
+            bad = await self._running().read(self._fd, self.address(zone, offset), slot, sums)
         except OSError as error:
             raise self._error(f"read from zone {zone}", error) from error
         if bad >= 0:
@@ -145,7 +145,7 @@ class DiskDevice(ABC):
         """Whether the zones are not there any more. The host tells of a device that was pulled in
         a way of its own for each call."""
 
-    def _address(self, zone: int, offset: int) -> int:
+    def address(self, zone: int, offset: int = 0) -> int:
         return self._base + zone * self.geometry.zone_size + offset
 
     def _error(self, what: str, error: OSError) -> DeviceError:

@@ -118,7 +118,7 @@ class EmulatedDevice(DiskDevice):
                 io.discard(
                     partial(self._discarded, io),
                     self._fd,
-                    self._address(zone, 0),
+                    self.address(zone),
                     self.geometry.zone_size,
                     device=self._block_device,
                 )

@@ -3,9 +3,9 @@
 import os
 from dataclasses import dataclass
 
-from retainzfs.device.emulated import read_exactly, read_header
+from retainzfs.device.emulated import EmulatedDevice, read_exactly, read_header
 from retainzfs.device.head import Header, HeadError, decode_header, decode_page
-from retainzfs.device.protocol import BLOCK, device_error
+from retainzfs.device.protocol import BLOCK, Device, device_error
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,28 +18,25 @@ class HeadFault:
     torn: bool  # a power cut may have left it so
 
 
-def zone_offset(target: str, zone: int) -> int:
-    """Return the byte of the target where a zone begins."""
-    fd = _opened(target, os.O_RDONLY)
-    try:
-        header = read_header(target, fd)
-    finally:
-        os.close(fd)
-    return header.base + zone * header.geometry.zone_size
+def read_head(device: Device) -> bytes:
+    """Return all bytes before the first zone; none of a device whose zones need no head.
 
-
-def read_head(target: str) -> bytes:
-    """Return all bytes before the first zone. Raises ForeignTarget, Damaged, DeviceError."""
-    fd = _opened(target, os.O_RDONLY)
+    Raises ForeignTarget, Damaged, DeviceError.
+    """
+    if not isinstance(device, EmulatedDevice):
+        return b""
+    fd = _opened(device.name, os.O_RDONLY)
     try:
-        return read_exactly(fd, 0, read_header(target, fd).base)
+        return read_exactly(fd, 0, read_header(device.name, fd).base)
     finally:
         os.close(fd)
 
 
-def head_faults(target: str) -> list[HeadFault]:
+def head_faults(device: Device) -> list[HeadFault]:
     """Return the copies that are damaged beside a good one. Raises as `read_head` does."""
-    head = read_head(target)
+    head = read_head(device)
+    if not head:
+        return []
     copies = [head[:BLOCK], head[BLOCK : 2 * BLOCK]]
     headers: list[Header | None] = []
     for copy in copies:
@@ -80,6 +77,8 @@ def _page_faults(header: Header, index: int, head: bytes) -> list[HeadFault]:
 
 def mend_head(target: str, faults: list[HeadFault]) -> None:
     """Write the good copies over the damaged ones. Raises DeviceError."""
+    if not faults:
+        return
     fd = _opened(target, os.O_WRONLY)
     try:
         for fault in faults:

@@ -111,7 +111,7 @@ class KernelDevice(DiskDevice):
         try:
             with self.rules.running(*held):
                 for first, count in ranges(held):
-                    await io.reset(self._fd, self._address(first, 0), count * size)
+                    await io.reset(self._fd, self.address(first), count * size)
         except OSError as error:
             self._told(range(min(held), max(held) + 1))
             raise self._error(f"reset of {len(held)} zones", error) from error
@@ -140,7 +140,7 @@ class KernelDevice(DiskDevice):
             self.report_zone(zone)
 
     async def _command(self, io: AsyncEngine, request: int, zone: int, what: str) -> None:
-        address, size = self._address(zone, 0), self.geometry.zone_size
+        address, size = self.address(zone), self.geometry.zone_size
         try:
             with self.rules.running(zone):
                 await io.command(self._fd, request, address, size, zone)
@@ -175,9 +175,9 @@ class KernelDevice(DiskDevice):
         return found
 
     def _report(self, zones: range) -> Iterator[ZoneReport]:
-        found = report_zones(self._fd, self._address(zones.start, 0), len(zones))
+        found = report_zones(self._fd, self.address(zones.start), len(zones))
         for index, zone in zip(zones, map(Found._make, found), strict=True):
-            assert zone.start == self._address(index, 0), f"zone {index} has moved"
+            assert zone.start == self.address(index), f"zone {index} has moved"
             condition = Condition(zone.condition)
             pointer = zone.capacity if condition in BARE else zone.pointer - zone.start
             yield ZoneReport(index, condition, pointer, zone.capacity)

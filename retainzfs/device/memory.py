@@ -50,6 +50,9 @@ class MemoryDevice:
     def report_zone(self, zone: int) -> ZoneReport:
         return self.rules.report_zone(zone)
 
+    def address(self, zone: int, offset: int = 0) -> int:
+        return zone * self.geometry.zone_size + offset
+
     async def ready(self, zone: int) -> None:
         """Nothing is left to do after a reset."""
 

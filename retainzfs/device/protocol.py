@@ -118,6 +118,9 @@ class Device(Protocol):
 
     def report_zone(self, zone: int) -> ZoneReport: ...
 
+    def address(self, zone: int, offset: int = 0) -> int:
+        """The byte of the target where a byte of a zone lies."""
+
     async def ready(self, zone: int) -> None:
         """Return when the zone takes appends: what a reset left to do for it is done."""
 
