@@ -190,6 +190,16 @@ def power_cuts(request: pytest.FixtureRequest) -> Iterator[None]:
         assert not violations, f"--power-cut-seed {seed}:\n" + "\n".join(violations)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Without zoned block devices skip the tests that need one, and say how to get them."""
+    if os.environ.get("ZNS_VM_ZONED"):
+        return
+    reason = "needs zoned block devices: scripts/zns-vm -- scripts/test -m zoned"
+    for item in items:
+        if "zoned" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     text = "of the moments that are drawn for tests with the marker power_cuts"
     parser.addoption("--power-cut-seed", type=int, metavar="SEED", help=text)

@@ -3,6 +3,7 @@
 import os
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from resource import RLIMIT_FSIZE, getrlimit, setrlimit
 from typing import Protocol
@@ -23,12 +24,17 @@ GEOMETRY = Geometry(
 IMAGE_SIZE = 5 * MIB  # what GEOMETRY takes as an image
 
 
+CAPACITY_BELOW_SIZE = replace(GEOMETRY, zone_size=512 * KIB)
+NO_LIMITS = replace(GEOMETRY, max_open=0, max_active=0)
+
+
 class Backend(Protocol):
     """How the tests get at one kind of device."""
 
     name: str
 
-    def create(self, directory: Path, geometry: Geometry = GEOMETRY) -> Device: ...
+    async def create(self, directory: Path, geometry: Geometry = GEOMETRY) -> Device:
+        """An empty device, started."""
 
     async def reopen(self, device: Device) -> Device:
         """Power cycle, without a flush: the same target, started."""
@@ -37,8 +43,10 @@ class Backend(Protocol):
 class Memory:
     name = "memory"
 
-    def create(self, directory: Path, geometry: Geometry = GEOMETRY) -> Device:
-        return MemoryDevice(geometry, str(directory / "device"))
+    async def create(self, directory: Path, geometry: Geometry = GEOMETRY) -> Device:
+        device = MemoryDevice(geometry, str(directory / "device"))
+        await device.start()
+        return device
 
     async def reopen(self, device: Device) -> Device:
         await device.aclose()
@@ -49,8 +57,8 @@ class Memory:
 class Emulated:
     name = "emulated"
 
-    def create(self, directory: Path, geometry: Geometry = GEOMETRY) -> Device:
-        return create_target(
+    async def create(self, directory: Path, geometry: Geometry = GEOMETRY) -> Device:
+        device = create_target(
             str(directory / "device"),
             size=MIB + geometry.zone_count * geometry.zone_size,
             zone_size=geometry.zone_size,
@@ -58,6 +66,8 @@ class Emulated:
             max_open=geometry.max_open,
             max_active=geometry.max_active,
         )
+        await device.start()
+        return device
 
     async def reopen(self, device: Device) -> Device:
         await device.aclose()
@@ -66,7 +76,34 @@ class Emulated:
         return again
 
 
-BACKENDS: list[Backend] = [Memory(), Emulated()]
+class Kernel:
+    """A zoned block device of the machine that has these zones: what it holds is lost."""
+
+    name = "kernel"
+
+    async def create(self, directory: Path, geometry: Geometry = GEOMETRY) -> Device:
+        device = create_target(zoned_target(geometry), force=True)
+        await device.start()
+        await device.reset(range(geometry.zone_count))
+        return device
+
+    reopen = Emulated.reopen
+
+
+def zoned_target(geometry: Geometry | None = None) -> str:
+    """The zoned block device with this geometry; without one the first, which is for volumes."""
+    targets = os.environ["ZNS_VM_ZONED"].split()
+    if geometry is None:
+        return targets[0]
+    for target in targets:
+        device = open_target(target, readonly=True)
+        device.close()
+        if device.geometry == geometry:
+            return target
+    raise AssertionError(f"none of {' '.join(targets)} has {geometry}")
+
+
+EMULATIONS: list[Backend] = [Memory(), Emulated()]
 
 
 def random_blocks(count: int) -> memoryview:

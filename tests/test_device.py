@@ -11,16 +11,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from retainzfs._zio import crc32c, crc32c_blocks
-from retainzfs.device import BLOCK, Condition, Device, Geometry
+from retainzfs.device import BLOCK, Condition, Device
 from retainzfs.device.emulated import EmulatedDevice
 from retainzfs.device.memory import MemoryDevice
 from retainzfs.errors import ChecksumError, ZoneRuleError
 from tests.device_backends import (
-    BACKENDS,
+    CAPACITY_BELOW_SIZE,
+    EMULATIONS,
     GEOMETRY,
     HEADER,
+    NO_LIMITS,
     Backend,
     Emulated,
+    Kernel,
     Memory,
     random_blocks,
 )
@@ -31,7 +34,10 @@ CAPACITY = GEOMETRY.zone_capacity
 BLOCKS = CAPACITY // BLOCK
 
 
-@pytest.fixture(params=BACKENDS, ids=lambda backend: backend.name)
+@pytest.fixture(
+    params=[*EMULATIONS, pytest.param(Kernel(), marks=pytest.mark.zoned)],
+    ids=lambda backend: backend.name,
+)
 def backend(request: pytest.FixtureRequest) -> Backend:
     found: Backend = request.param
     return found
@@ -39,8 +45,7 @@ def backend(request: pytest.FixtureRequest) -> Backend:
 
 @pytest.fixture
 async def device(backend: Backend, tmp_path: Path) -> AsyncIterator[Device]:
-    device = backend.create(tmp_path)
-    await device.start()
+    device = await backend.create(tmp_path)
     yield device
     await device.aclose()
 
@@ -102,9 +107,7 @@ class TestEveryDevice:
         await refused(device.append(0, CAPACITY, random_blocks(1)), device, "that is full")
 
     async def test_capacity_below_the_zone_size(self, backend: Backend, tmp_path: Path) -> None:
-        geometry = Geometry(512 << 10, 256 << 10, 16, 4, 6)
-        device = backend.create(tmp_path, geometry)
-        await device.start()
+        device = await backend.create(tmp_path, CAPACITY_BELOW_SIZE)
         last, first = random_blocks(BLOCKS), random_blocks(BLOCKS)
         await device.append(0, 0, last)
         await device.append(1, 0, first)
@@ -180,8 +183,7 @@ class TestEveryDevice:
         await device.append(4, 0, random_blocks(1))
 
     async def test_no_limits(self, backend: Backend, tmp_path: Path) -> None:
-        device = backend.create(tmp_path, Geometry(256 << 10, 256 << 10, 16, 0, 0))
-        await device.start()
+        device = await backend.create(tmp_path, NO_LIMITS)
         for zone in range(16):
             await device.append(zone, 0, random_blocks(1))
         assert device.statistics()["open"] == 16
@@ -250,8 +252,7 @@ class TestEveryDevice:
     async def test_what_was_flushed_outlives_a_power_cycle(
         self, backend: Backend, tmp_path: Path
     ) -> None:
-        device = backend.create(tmp_path)
-        await device.start()
+        device = await backend.create(tmp_path)
         data = random_blocks(2)
         await device.append(0, 0, data)
         await device.open_zone(1)
@@ -313,28 +314,35 @@ class TestEveryDevice:
         assert pointer(device, 0) == 4 * BLOCK
         assert bytes(await device.read(0, 0, 4 * BLOCK)) == bytes(data)
 
-    async def test_a_read_only_zone(self, device: Device) -> None:
-        assert isinstance(device, MemoryDevice | EmulatedDevice)
-        data = random_blocks(1)
-        await device.append(0, 0, data)
-        device.rules.set_condition(0, Condition.READ_ONLY)
-        assert bytes(await device.read(0, 0, BLOCK)) == bytes(data)
-        for call in (
-            device.append(0, BLOCK, data),
-            device.reset([0]),
-            device.finish(0),
-            device.open_zone(0),
-            device.close_zone(0),
-        ):
-            await refused(call, device, "that is read only")
 
-    async def test_an_offline_zone(self, device: Device) -> None:
-        assert isinstance(device, MemoryDevice | EmulatedDevice)
-        await device.append(0, 0, random_blocks(1))
-        device.rules.set_condition(0, Condition.OFFLINE)
-        for call in (device.read(0, 0, BLOCK), device.reset([0]), device.finish(0)):
-            await refused(call, device, "offline")
-        assert device.statistics()["active"] == 0
+# --- zones that fail: those of the kernel's devices are in test_zoned.py --------------------------
+
+
+@pytest.mark.parametrize("backend", EMULATIONS, ids=lambda backend: backend.name, indirect=True)
+async def test_a_read_only_zone(device: Device) -> None:
+    assert isinstance(device, MemoryDevice | EmulatedDevice)
+    data = random_blocks(1)
+    await device.append(0, 0, data)
+    device.rules.set_condition(0, Condition.READ_ONLY)
+    assert bytes(await device.read(0, 0, BLOCK)) == bytes(data)
+    for call in (
+        device.append(0, BLOCK, data),
+        device.reset([0]),
+        device.finish(0),
+        device.open_zone(0),
+        device.close_zone(0),
+    ):
+        await refused(call, device, "that is read only")
+
+
+@pytest.mark.parametrize("backend", EMULATIONS, ids=lambda backend: backend.name, indirect=True)
+async def test_an_offline_zone(device: Device) -> None:
+    assert isinstance(device, MemoryDevice | EmulatedDevice)
+    await device.append(0, 0, random_blocks(1))
+    device.rules.set_condition(0, Condition.OFFLINE)
+    for call in (device.read(0, 0, BLOCK), device.reset([0]), device.finish(0)):
+        await refused(call, device, "offline")
+    assert device.statistics()["active"] == 0
 
 
 # --- random operations --------------------------------------------------------------------------
@@ -396,43 +404,53 @@ def check_limits(device: Device) -> None:
     assert active <= GEOMETRY.max_active
 
 
+async def compare(first: Backend, second: Backend, directory: Path, operations: list[Any]) -> None:
+    """Do the same on both; the results and what is on the devices must be the same."""
+    one = await first.create(directory)
+    other = await second.create(directory)
+    try:
+        for operation in [*operations, ("reopen",)]:
+            if operation == ("reopen",):
+                await one.flush()
+                await other.flush()
+                one = await first.reopen(one)
+                other = await second.reopen(other)
+            elif operation[0] == "read" and condition(one, operation[1]) == Condition.FULL:
+                continue  # above what was written a finished zone has any bytes
+            else:
+                assert await outcome(other, operation) == await outcome(one, operation)
+            assert other.report() == one.report()
+            check_limits(one)
+            check_limits(other)
+        for zone in one.report():
+            if zone.write_pointer and zone.condition != Condition.FULL:
+                found = [await d.read(zone.index, 0, zone.write_pointer) for d in (one, other)]
+                assert bytes(found[0]) == bytes(found[1])
+    finally:
+        await one.aclose()
+        await other.aclose()
+
+
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(operations=st.lists(OPERATIONS, max_size=40))
 def test_the_emulated_device_does_what_the_memory_device_does(operations: list[Any]) -> None:
-    async def run(directory: Path) -> None:
-        backends: list[Backend] = [Memory(), Emulated()]
-        memory, emulated = (backend.create(directory, GEOMETRY) for backend in backends)
-        await memory.start()
-        await emulated.start()
-        for operation in [*operations, ("reopen",)]:
-            if operation == ("reopen",):
-                await emulated.flush()
-                memory = await backends[0].reopen(memory)
-                emulated = await backends[1].reopen(emulated)
-            elif operation[0] == "read" and condition(memory, operation[1]) == Condition.FULL:
-                continue  # above what was written a finished zone has any bytes
-            else:
-                assert await outcome(emulated, operation) == await outcome(memory, operation)
-            assert emulated.report() == memory.report()
-            check_limits(memory)
-        for zone in memory.report():
-            if zone.write_pointer and zone.condition != Condition.FULL:
-                found = [
-                    await d.read(zone.index, 0, zone.write_pointer) for d in (memory, emulated)
-                ]
-                assert bytes(found[0]) == bytes(found[1])
-        await emulated.aclose()
-
     with tempfile.TemporaryDirectory() as directory:
-        trio.run(run, Path(directory))
+        trio.run(compare, Memory(), Emulated(), Path(directory), operations)
+
+
+@pytest.mark.zoned
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(operations=st.lists(OPERATIONS, max_size=40))
+def test_the_emulated_device_does_what_the_kernel_device_does(operations: list[Any]) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        trio.run(compare, Emulated(), Kernel(), Path(directory), operations)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(operations=st.lists(OPERATIONS, max_size=40))
 def test_after_a_crash_the_zones_are_as_last_flushed(operations: list[Any]) -> None:
     async def run(directory: Path) -> None:
-        device = Emulated().create(directory)
-        await device.start()
+        device: Device = await Emulated().create(directory)
         flushed = device.report()
         kept = {zone: b"" for zone in range(GEOMETRY.zone_count)}
         for operation in operations:
