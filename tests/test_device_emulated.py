@@ -300,7 +300,7 @@ async def test_a_failed_first_append_leaves_the_zone_usable(device: EmulatedDevi
         await device.append(0, 0, random_blocks(1))
     assert device.report()[0][1:3] == (Condition.IMPLICIT_OPEN, 0)
     await device.close_zone(0)
-    assert device.report()[0].condition == Condition.EMPTY
+    assert device.report()[0].condition == Condition.CLOSED
 
 
 async def test_a_failed_flush_is_final(

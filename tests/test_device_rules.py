@@ -97,12 +97,14 @@ def test_a_zone_is_closed_under_a_running_append(rules: ZoneRules) -> None:
     assert condition(rules, 0) == Condition.FULL
 
 
-def test_a_zone_that_was_closed_and_got_nothing_is_empty(rules: ZoneRules) -> None:
+def test_a_zone_that_was_closed_and_got_nothing_keeps_its_slot(rules: ZoneRules) -> None:
     for zone in range(5):
         rules.begin_append(zone, 0, BLOCK)
     rules.fail_append(0)
+    assert condition(rules, 0) == Condition.CLOSED
+    assert rules.active == 5
+    rules.power_cycle()
     assert condition(rules, 0) == Condition.EMPTY
-    assert rules.active == 4
 
 
 def test_a_failed_append_can_be_repeated(rules: ZoneRules) -> None:

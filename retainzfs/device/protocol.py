@@ -163,7 +163,7 @@ class Device(Protocol):
         """Open explicitly: the device will not close it by itself."""
 
     async def close_zone(self, zone: int) -> None:
-        """Give up an open resource; the zone stays active, or becomes empty if it has no data."""
+        """Give up an open resource; the zone stays active, even without data (on ZNS)."""
 
     def statistics(self) -> dict[str, int]:
         """appended_bytes (with trailers), read_bytes, flushes, resets, finishes, open, active."""

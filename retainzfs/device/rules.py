@@ -90,7 +90,7 @@ class ZoneRules:
 
     def power_cycle(self) -> None:
         """Open zones become closed, those without data empty."""
-        for zone in (*self._implicit, *self._explicit):
+        for zone in (*self._implicit, *self._explicit, *self._closed):
             self._set(zone, Condition.CLOSED if self.states[zone].pointer else Condition.EMPTY)
 
     def set_condition(self, zone: int, condition: Condition) -> None:
@@ -147,9 +147,6 @@ class ZoneRules:
         self._ended(zone)
         for pending in self._pending.get(zone, []):
             pending.lost = True
-        state = self.states[zone]
-        if state.condition == Condition.CLOSED and not state.pointer:
-            self._set(zone, Condition.EMPTY)
 
     def _ended(self, zone: int) -> Pending:
         running = self._pending[zone]
@@ -221,7 +218,8 @@ class ZoneRules:
 
     def close_zone(self, zone: int) -> None:
         self.check_close(zone)
-        self._set(zone, Condition.CLOSED if self.states[zone].pointer else Condition.EMPTY)
+        # Without data too: a zone of ZBC would be empty then, one of ZNS is not.
+        self._set(zone, Condition.CLOSED)
 
     @contextmanager
     def running(self, *zones: int) -> Iterator[None]:
@@ -245,7 +243,6 @@ class ZoneRules:
                 raise self._error(
                     zone, f"too many zones are open explicitly, the limit is {max_open}"
                 )
-            # Its pointer may be 0 while its first append runs, yet it holds data then.
             self._set(next(iter(self._implicit)), Condition.CLOSED)
 
     def _set(self, zone: int, condition: Condition) -> None:
