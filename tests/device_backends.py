@@ -85,7 +85,7 @@ class Kernel:
         device = create_target(zoned_target(geometry), force=True)
         await device.start()
         await device.reset(range(geometry.zone_count))
-        return device
+        return await self.reopen(device)
 
     reopen = Emulated.reopen
 
