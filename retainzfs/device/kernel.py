@@ -82,15 +82,20 @@ class KernelDevice(DiskDevice):
 
     async def _let_go(self) -> None:
         """Close what a crash left open, as a power cycle does, and empty what holds no data: both
-        would keep a slot for nothing."""
-        try:
-            for zone in self.report():
+        would keep a slot for nothing. So would a zone that is written up to the middle of a block:
+        no append can go on there."""
+        for index, zone in enumerate(self._found(range(self.geometry.zone_count))):
+            try:
                 if zone.condition in OPEN:
-                    await self.close_zone(zone.index)
-            closed = [zone for zone in self.report() if zone.condition == Condition.CLOSED]
-            await self.reset([zone.index for zone in closed if not zone.write_pointer])
-        except DeviceError as error:
-            log.warning("%s; the zone keeps a slot", error)
+                    await self.close_zone(index)
+                if self.rules.states[index].condition != Condition.CLOSED:
+                    continue
+                if zone.pointer % BLOCK:
+                    await self.finish(index)
+                elif zone.pointer == zone.start:
+                    await self.reset([index])
+            except DeviceError as error:
+                log.warning("%s; the zone keeps a slot", error)
 
     # --- zones ----------------------------------------------------------------------------------
 
@@ -168,19 +173,28 @@ class KernelDevice(DiskDevice):
         try:
             found = list(self._report(zones))
         except OSError as error:
-            log.error("%s: no report of its zones: %s", self.name, os.strerror(error.errno or 0))
+            if not self._gone():  # whoever used it then hears that from its own command
+                log.error("%s: no report of its zones: %s", self.name, error.strerror)
             return self.rules.report()[zones.start : zones.stop]
         for zone in found:
             self.rules.adopt(*zone[:3])
         return found
 
     def _report(self, zones: range) -> Iterator[ZoneReport]:
-        found = report_zones(self._fd, self.address(zones.start), len(zones))
-        for index, zone in zip(zones, map(Found._make, found), strict=True):
-            assert zone.start == self.address(index), f"zone {index} has moved"
-            condition = Condition(zone.condition)
-            pointer = zone.capacity if condition in BARE else zone.pointer - zone.start
+        for index, zone in zip(zones, self._found(zones), strict=True):
+            condition = condition_of(zone)
+            written = zone.pointer - zone.start
+            # An append that failed may have ended between two blocks; no byte of that one counts.
+            pointer = zone.capacity if condition in BARE else written - written % BLOCK
             yield ZoneReport(index, condition, pointer, zone.capacity)
+
+    def _found(self, zones: range) -> list[Found]:
+        found = [Found(*z) for z in report_zones(self._fd, self.address(zones.start), len(zones))]
+        if len(found) < len(zones):  # a device that was removed has no zones, and no error
+            raise OSError(errno.ENODEV, os.strerror(errno.ENODEV))
+        for index, zone in zip(zones, found, strict=True):
+            assert zone.start == self.address(index), f"zone {index} has moved"
+        return found
 
     def _gone(self) -> bool:
         return not self._sysfs.exists()
@@ -190,10 +204,19 @@ class KernelDevice(DiskDevice):
         return super()._error(what, OSError(error.errno, words) if words else error)
 
 
+def condition_of(zone: Found) -> Condition:
+    """One that a newer kernel knows and we do not is a reason not to write there."""
+    known = zone.condition in Condition.__members__.values()
+    return Condition(zone.condition) if known else Condition.READ_ONLY
+
+
 def written_at_start(fd: int) -> int:
-    """Bytes at the start of the device that may hold something."""
+    """Bytes at the start of the device that may hold something, and can be read."""
     [first] = map(Found._make, report_zones(fd, 0, 1))
-    return first.length if first.type == CONVENTIONAL else first.pointer - first.start
+    if condition_of(first) is Condition.OFFLINE:
+        return 0
+    bare = first.type == CONVENTIONAL or condition_of(first) in BARE
+    return first.capacity if bare else first.pointer - first.start
 
 
 def usable(zones: Sequence[Found]) -> Sequence[Found]:
