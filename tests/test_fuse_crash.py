@@ -117,24 +117,20 @@ def go_on(live: Live, jobs: Jobs, record: Path) -> None:
         files = [p.path for p in history.allowed if (live.path / p.path).parent == save]
         there = [path for path in files if (live.path / path).exists()]
         assert there in ([], files), f"{save} was deleted in part"
-    saved = max((step for (step,) in noted(history, "saved")), default=0)
-    before = noted(history, "step")
+    saved = max((step for (step,) in history.noted("saved")), default=0)
+    before = history.noted("step")
     assert before == jobs.undisturbed[: len(before)], "the job itself is not repeatable"
 
     record = record.with_suffix(".after")
     assert jobs.run(live.path, record, GO_ON) == 0
     history.read(record)
-    (_, (restored,)) = noted(history, "restored")
+    (_, (restored,)) = history.noted("restored")
     assert restored >= saved, "a finished save is gone"
     expected = jobs.undisturbed[restored : restored + GO_ON]
-    assert noted(history, "step")[len(before) :] == expected, "training goes on otherwise"
+    assert history.noted("step")[len(before) :] == expected, "training goes on otherwise"
     assert history.compare() == []
     live.umount()
     assert fsck.check(str(live.image), scrub=True).findings == []
-
-
-def noted(history: History, what: str) -> list[list[Any]]:
-    return [values for kind, *values in history.notes if kind == what]
 
 
 LATER = {"commit": 70, "finish": 8, "relocate": 12, "reset": 16, "snapshot": 2, "switch": 2}
