@@ -29,12 +29,12 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 from retainzfs import fsck, mkfs, mounting, unmounting
-from tests import programs
+from tests import programs, zonereport
 from tests.promises import History
 
 ROOT: Final = Path("/tmp/reboots")  # of the guest, gone at every reset: the mount
 START_MAX_S: Final = 120.0  # until every program has been promised something
-LIFE_MAX_S: Final = 5.0  # from then on
+LIFE_MAX_S: Final = 10.0  # from then on
 DEAD_S: Final = 60.0  # the reset must have come
 
 
@@ -89,9 +89,9 @@ class Boot:
         self._mount()
         wrong = self._compare()
         print(
-            f"boot {self.number}: {len(self.history.allowed)} promises of"
-            f" {self.history.promised} acknowledged,"
-            f" {self.history.compared} bytes as they were promised, {scrubbed} bytes scrubbed,"
+            f"boot {self.number}: {self.history.promised} acknowledged,"
+            f" {len(self.history.allowed)} pieces compared, {self.history.compared} bytes of them"
+            f" as they were promised, {scrubbed} bytes scrubbed,"
             f" {time.monotonic() - began:.1f} s; {len(wrong)} violations",
             flush=True,
         )
@@ -119,6 +119,7 @@ class Boot:
         self.history = History.from_json(ROOT, self.state.history)
         self.history.read(*sorted(self._records(self.number - 1).iterdir()))
         report = in_child(lambda: fsck.check(self.target, scrub=True).as_dict())
+        in_child(lambda: zonereport.check_target(self.target))
         damages = [finding["text"] for finding in report["findings"] if finding["damage"]]
         return damages or int(report["scrubbed"])
 
@@ -132,6 +133,7 @@ class Boot:
         logs = (self.shared / f"log-{number}" for number in range(self.number + 1))
         lines = [line for log in logs for line in log.read_text().splitlines()]
         loud = [line for line in lines if " ERROR " in line or " CRITICAL " in line]
+        zonereport.check_mount(ROOT)
         return loud + self.history.compare() + self.job.check(self.history)
 
     def _save_until_reset(self) -> list[str]:
