@@ -3,12 +3,15 @@ zbd-utils, to hold against the report of ours."""
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
+from pathlib import Path
 from typing import NamedTuple
 
 from retainzfs.device import Condition, Device, open_target
 from retainzfs.device.kernel import KernelDevice
+from retainzfs.device.protocol import ACTIVE
 
 SECTOR = 512
 WITHOUT_POINTER = {Condition.NOT_WP, Condition.FULL, Condition.READ_ONLY, Condition.OFFLINE}
@@ -77,6 +80,27 @@ def check_target(target: str) -> None:
         check_report(device)
     finally:
         device.close()
+
+
+def check_mount(directory: Path) -> None:
+    """What a volume believes of its zones is so on its device. Nothing may go on there meanwhile.
+
+    Which of the active zones are open is the drive's business. A zone that the volume has taken
+    and not yet written is an empty one to the drive.
+    """
+    told = json.loads((directory / ".retainz/stats.json").read_bytes())
+    ours = json.loads((directory / ".retainz/zones.json").read_bytes())
+    theirs = [zone for zone in blkzone(told["target"]) if zone.condition is not Condition.NOT_WP]
+    for own, other in zip(ours, theirs, strict=True):
+        what = f"zone {own['index']}: ours {own}, blkzone's {other}"
+        state = Condition[own["condition"].upper()] if own["condition"] != "open" else None
+        if other.pointer is None:
+            assert state is other.condition, what
+            continue
+        unused = other.condition is Condition.EMPTY and not own["write_pointer"]
+        active = state in (None, Condition.CLOSED)
+        assert active == (other.condition in ACTIVE) or unused, what
+        assert own["write_pointer"] == other.pointer - other.start, what
 
 
 def _zone(start: int, length: int, capacity: int, pointer: int, condition: int) -> Zone:
