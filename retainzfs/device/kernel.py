@@ -18,6 +18,7 @@ import errno
 import logging
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from itertools import groupby
 from typing import NamedTuple
 
@@ -118,10 +119,19 @@ class KernelDevice(DiskDevice):
                 for first, count in ranges(held):
                     await io.reset(self._fd, self.address(first), count * size)
         except OSError as error:
+            await self._reset_each(io, held)
             self._told(range(min(held), max(held) + 1))
             raise self._error(f"reset of {len(held)} zones", error) from error
         self.rules.reset(held)
         self._statistics["resets"] += len(held)
+
+    async def _reset_each(self, io: AsyncEngine, zones: Sequence[int]) -> None:
+        """Reset those that can be reset. Where one failed among several, the kernel (6.12) believes
+        of others that they were not reset either, and refuses writes to them."""
+        with self.rules.running(*zones):
+            for zone in zones:
+                with suppress(OSError):
+                    await io.reset(self._fd, self.address(zone), self.geometry.zone_size)
 
     async def finish(self, zone: int) -> None:
         io = self._writing("finish")
