@@ -76,7 +76,7 @@ class Emulated:
         return again
 
 
-class Kernel:
+class Kernel(Emulated):
     """A zoned block device of the machine that has these zones: what it holds is lost."""
 
     name = "kernel"
@@ -86,8 +86,6 @@ class Kernel:
         await device.start()
         await device.reset(range(geometry.zone_count))
         return await self.reopen(device)
-
-    reopen = Emulated.reopen
 
 
 def zoned_target(geometry: Geometry | None = None) -> str:

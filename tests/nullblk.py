@@ -6,7 +6,9 @@ offline, no scheduler, and can vanish.
 
 from __future__ import annotations
 
+import mmap
 import os
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
@@ -36,6 +38,19 @@ class NullBlk:
         """Turn a zone READ_ONLY or OFFLINE; zones are numbered behind the conventional ones."""
         sector = (self.conventional + zone) * self.zone_size // SECTOR
         (self.settings / TURNS[condition]).write_text(str(sector))
+
+    def write(self, zone: int, data: bytes) -> None:
+        """Write to the start of a zone behind everyone's back; in whole sectors."""
+        memory = mmap.mmap(-1, len(data))
+        memory[:] = data
+        fd = os.open(self.target, os.O_WRONLY | os.O_DIRECT)
+        os.pwrite(fd, memory, (self.conventional + zone) * self.zone_size)
+        os.close(fd)
+
+    def open(self, count: int) -> None:
+        """Let another program open the first zones explicitly, while we have the device."""
+        sectors = str(count * self.zone_size // SECTOR)
+        subprocess.run(["blkzone", "open", "-f", "-l", sectors, self.target], check=True)
 
     @property
     def scheduler(self) -> str:

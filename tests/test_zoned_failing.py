@@ -1,40 +1,33 @@
-"""What an NVMe drive of QEMU cannot show: conventional zones, zones that turn read-only or offline,
-no scheduler, a drive that vanishes. On devices of the null_blk driver."""
+"""Volumes on what an NVMe drive of QEMU cannot show: conventional zones, zones that turn read-only
+or offline, a drive that vanishes. On devices of the null_blk driver."""
 
 from __future__ import annotations
 
 import errno
 import json
-import logging
-import mmap
 import os
 import random
 import re
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from retainzfs import fsck, mkfs, mounts
-from retainzfs.device import BLOCK, Condition, Wanted, create_target, open_target
-from retainzfs.device.kernel import KernelDevice
-from retainzfs.device.sysfs import PLUGGED, BlockDevice
+from retainzfs.device import BLOCK, Condition, Wanted, open_target
+from retainzfs.device.sysfs import PLUGGED
 from retainzfs.errors import (
     BadGeometry,
-    DeviceError,
     MountError,
     RetainzError,
     TargetBusy,
     TargetHoldsData,
-    WriteOrder,
-    ZoneRuleError,
 )
 from tests import zonereport
 from tests.conftest import PATIENCE_S, looked_after, retainzfs
-from tests.device_backends import MIB, random_blocks
+from tests.device_backends import MIB
 from tests.nullblk import NullBlk, null_blk
 from tests.test_fuse_trouble import save, zones_of
 from tests.test_zoned_volume import Zoned, wait_until
@@ -64,198 +57,16 @@ def smr() -> Iterator[NullBlk]:
         yield device
 
 
-@asynccontextmanager
-async def started(disk: NullBlk) -> AsyncIterator[KernelDevice]:
-    """What the device says is what other programs say of it, at the end too."""
-    device = open_target(disk.target)
-    assert isinstance(device, KernelDevice)
-    await device.start()
-    try:
-        yield device
-        if disk.sysfs.exists():
-            zonereport.check_report(device)
-    finally:
-        await device.aclose()
-
-
-def write_bare(disk: NullBlk, zone: int, data: bytes) -> None:
-    """Write to the start of a zone behind everyone's back; in whole sectors."""
-    memory = mmap.mmap(-1, len(data))
-    memory[:] = data
-    fd = os.open(disk.target, os.O_WRONLY | os.O_DIRECT)
-    os.pwrite(fd, memory, (disk.conventional + zone) * disk.zone_size)
-    os.close(fd)
-
-
-COMMANDS: dict[str, Callable[[KernelDevice], Awaitable[Any]]] = {
-    "append": lambda device: device.append(0, 3 * BLOCK, random_blocks(1)),
-    "reset": lambda device: device.reset([0]),
-    "finish": lambda device: device.finish(0),
-    "open": lambda device: device.open_zone(0),
-    "close": lambda device: device.close_zone(0),
-}
-
-
-@pytest.mark.parametrize("turned", TURNED, ids=lambda turned: turned.name.lower())
-@pytest.mark.parametrize("first", COMMANDS)
-async def test_a_zone_that_turns_refuses_commands(
-    disk: NullBlk, first: str, turned: Condition
-) -> None:
-    data = random_blocks(3)
-    async with started(disk) as device:
-        await device.append(0, 0, data)
-        await device.append(1, 0, data)
-        disk.turn(0, turned)
-        with pytest.raises(DeviceError, match=r"zone.* Input/output error") as caught:
-            await COMMANDS[first](device)
-        assert caught.value.errno == errno.EIO
-        for command in COMMANDS.values():
-            with pytest.raises(ZoneRuleError, match=f"that is {turned.name.lower()}|read only"):
-                await command(device)
-        assert device.statistics()["active"] == 1
-        if turned is Condition.READ_ONLY:
-            assert bytes(await device.read(0, 0, 3 * BLOCK)) == bytes(data)
-        else:
-            with pytest.raises(ZoneRuleError, match="offline"):
-                await device.read(0, 0, BLOCK)
-        assert bytes(await device.read(1, 0, 3 * BLOCK)) == bytes(data)
-        assert device.report_zone(0).condition is turned
-
-
-async def test_a_report_tells_of_turned_zones_and_frees_their_slots(disk: NullBlk) -> None:
-    async with started(disk) as device:
-        for zone in range(12):
-            await device.append(zone, 0, random_blocks(1))
-        with pytest.raises(ZoneRuleError, match="too many active zones"):
-            await device.append(12, 0, random_blocks(1))
-        disk.turn(0, Condition.READ_ONLY)
-        disk.turn(1, Condition.OFFLINE)
-        assert [zone.condition for zone in device.report()[:2]] == list(TURNED)
-        assert device.statistics()["active"] == 10
-        await device.append(12, 0, random_blocks(1))
-        await device.append(13, 0, random_blocks(1))
-
-
-async def test_reads_of_a_zone_that_went_offline_unseen_fail(disk: NullBlk) -> None:
-    async with started(disk) as device:
-        await device.append(0, 0, random_blocks(1))
-        disk.turn(0, Condition.OFFLINE)
-        with pytest.raises(DeviceError, match="read from zone 0: Input/output error"):
-            await device.read(0, 0, BLOCK)
-
-
-async def test_a_reset_of_many_zones_of_which_one_turned(disk: NullBlk) -> None:
-    async with started(disk) as device:
-        for zone in range(4):
-            await device.append(zone, 0, random_blocks(1))
-        disk.turn(2, Condition.READ_ONLY)
-        with pytest.raises(DeviceError, match="reset of 4 zones"):
-            await device.reset(range(4))
-        assert device.report_zone(2).condition is Condition.READ_ONLY
-        zonereport.check_report(device)
-        for zone in (0, 1, 3):
-            assert device.report_zone(zone).condition is Condition.EMPTY
-            await device.append(zone, 0, random_blocks(1))
-
-
-async def test_an_offline_first_zone_keeps_nobody_from_the_others(disk: NullBlk) -> None:
-    disk.turn(0, Condition.OFFLINE)
-    create_target(disk.target, force=True).close()
-    async with started(disk) as device:
-        await device.append(1, 0, random_blocks(1))
-    open_target(disk.target, readonly=True).close()
-
-
-@pytest.mark.parametrize("sectors", [3, 8, 8 * 5 + 1])
-async def test_no_append_goes_on_in_the_middle_of_a_block(sectors: int) -> None:
-    with null_blk(zones=ZONES, zone_size=MIB, max_open=6, max_active=6, block_size=512) as disk:
-        write_bare(disk, 3, random.Random(sectors).randbytes(sectors * 512))
-        device = open_target(disk.target, readonly=True)
-        assert device.report_zone(3).write_pointer == sectors // 8 * BLOCK
-        device.close()
-        async with started(disk) as device:
-            zone = device.report_zone(3)
-            if sectors % 8:
-                assert zone.condition is Condition.FULL
-                assert device.statistics()["active"] == 0
-            else:
-                await device.append(3, zone.write_pointer, random_blocks(1))
-
-
-async def test_a_drive_that_vanishes(disk: NullBlk, caplog: pytest.LogCaptureFixture) -> None:
-    async with started(disk) as device:
-        await device.append(0, 0, random_blocks(3))
-        disk.vanish()
-        for name, command in COMMANDS.items():
-            with pytest.raises(DeviceError, match=os.strerror(errno.ENODEV)) as caught:
-                await command(device)
-            assert caught.value.errno == errno.ENODEV, name
-        with pytest.raises(DeviceError, match=os.strerror(errno.ENODEV)):
-            await device.read(0, 0, BLOCK)
-        assert device.report_zone(0).write_pointer == 3 * BLOCK
-        assert len(device.report()) == ZONES
-    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
-
-
-# --- the order of writes -------------------------------------------------------------------------
-
-
-async def check_order(disk: NullBlk) -> None:
-    """Zones get what was appended to them at once, in pieces that the kernel splits."""
-    data = [random_blocks(MIB // 4 // BLOCK) for _ in range(4)]
-    async with started(disk) as device:
-        appends = [
-            device.append(zone, i * MIB // 4, data[i]) for zone in range(3) for i in range(4)
-        ]
-        for append in appends:
-            await append
-        for zone in range(3):
-            assert bytes(await device.read(zone, 0, MIB)) == b"".join(data)
-
-
-async def test_the_scheduler_is_set_where_the_kernel_needs_it(
-    disk: NullBlk, caplog: pytest.LogCaptureFixture
-) -> None:
-    (disk.sysfs / "queue/scheduler").write_text("none")
-    open_target(disk.target, readonly=True).close()
-    assert "[none]" in disk.scheduler
-    with caplog.at_level(logging.INFO):
-        await check_order(disk)
-    assert ("[none]" if KEEPS_ORDER else "[mq-deadline]") in disk.scheduler
-    assert (f"set the scheduler of {disk.sysfs.name}" in caplog.text) is not KEEPS_ORDER
-
-
-async def test_queues_whose_scheduler_cannot_be_set() -> None:
-    with null_blk(zones=ZONES, zone_size=MIB, no_sched=True) as disk:
-        assert BlockDevice(disk.sysfs).queued
-        if KEEPS_ORDER:
-            await check_order(disk)
-            return
-        with pytest.raises(WriteOrder) as caught:
-            mkfs.make(disk.target)
-        assert str(caught.value).startswith(
-            f"{disk.target}: the scheduler none may mix up the writes to a zone, and setting"
-            " another one failed (the kernel did not take it). Do as root: echo mq-deadline >"
-        )
-        open_target(disk.target, readonly=True).close()
-
-
-async def test_a_driver_without_queues_keeps_the_order() -> None:
-    with null_blk(zones=ZONES, zone_size=MIB, queue_mode=0) as disk:
-        assert BlockDevice(disk.sysfs).queued is KEEPS_ORDER  # newer null_blk always has queues
-        await check_order(disk)
-
-
 # --- mkfs, and who else uses the device ----------------------------------------------------------
 
 
 def test_mkfs_refuses_what_it_cannot_do_and_changes_nothing(disk: NullBlk) -> None:
     mkfs.make(disk.target)
-    write_bare(disk, 20, bytes(8192))
+    disk.write(20, bytes(8192))
     before = zonereport.blkzone(disk.target)
     with pytest.raises(TargetHoldsData, match=r"already holds .*--force"):
         mkfs.make(disk.target)
-    refused: list[tuple[Wanted, str]] = [
+    refused: list[tuple[Wanted, str]] = [  # whatever the device holds
         ({"zone_size": 4 * MIB}, "zone size of 4194304 wanted, but this zoned device has 2097152"),
         ({"zone_capacity": 2 * MIB}, "this zoned device has 1048576"),
         ({"max_open": 6}, "max open of 6 wanted, but this zoned device has 12"),
@@ -264,7 +75,7 @@ def test_mkfs_refuses_what_it_cannot_do_and_changes_nothing(disk: NullBlk) -> No
     ]
     for wanted, text in refused:
         with pytest.raises(BadGeometry, match=text):
-            mkfs.make(disk.target, **{**wanted, "force": True})
+            mkfs.make(disk.target, **wanted)
     assert zonereport.blkzone(disk.target) == before
     assert fsck.check(disk.target).findings == []
 
