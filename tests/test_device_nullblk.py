@@ -1,4 +1,4 @@
-"""The kernel's zones as an NVMe drive of QEMU cannot show them: some that turn read-only or offline,
+"""The kernel's zones as no NVMe drive of QEMU has them: some that turn read-only or offline,
 queues without a scheduler, a drive that vanishes. On devices of the null_blk driver."""
 
 from __future__ import annotations
