@@ -115,7 +115,8 @@ def main() -> int:
                 timeout_s=given.timeout,
                 boots=given.boots,
                 console=given.console,
-                accelerator=given.accelerator,cpu=given.cpu,
+                accelerator=given.accelerator,
+                cpu=given.cpu,
                 host_options=given.host_options,
             )
             with Machine(plan) as machine:
