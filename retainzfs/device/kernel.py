@@ -27,7 +27,7 @@ from retainzfs.device.disk import DiskDevice, set_direct
 from retainzfs.device.protocol import BLOCK, OPEN, Condition, Geometry, ZoneReport
 from retainzfs.device.rules import Pending, ZoneRules
 from retainzfs.device.sysfs import BlockDevice, directory
-from retainzfs.errors import BadGeometry, DeviceError
+from retainzfs.errors import BadGeometry, DeviceError, RetainzError
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ class KernelDevice(DiskDevice):
                     await self.close_zone(zone.index)
             closed = [zone for zone in self.report() if zone.condition == Condition.CLOSED]
             await self.reset([zone.index for zone in closed if not zone.write_pointer])
-        except DeviceError as error:
+        except RetainzError as error:
             log.warning("%s; the zone keeps a slot", error)
 
     # --- zones ----------------------------------------------------------------------------------
