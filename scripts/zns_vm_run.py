@@ -141,7 +141,7 @@ def add_devices(group: argparse._ArgumentGroup) -> None:
             "--namespace",
             namespace,
             NAMESPACE,
-            "another zoned namespace, in place of the small ones",
+            "a zoned namespace, not the small ones",
         ),
         ("--conventional", size, "SIZE", "a namespace without zones"),
         ("--null-blk", null_blk, NULL_BLK, "a zoned null_blk device, which is in memory"),
