@@ -70,13 +70,10 @@ class Emulated:
         return device
 
     async def reopen(self, device: Device) -> Device:
-        await device.aclose()
-        again = open_target(device.name)
-        await again.start()
-        return again
+        return await reopened(device)
 
 
-class Kernel(Emulated):
+class Kernel:
     """A zoned block device of the machine that has these zones: what it holds is lost."""
 
     name = "kernel"
@@ -86,6 +83,16 @@ class Kernel(Emulated):
         await device.start()
         await device.reset(range(geometry.zone_count))
         return await self.reopen(device)
+
+    async def reopen(self, device: Device) -> Device:
+        return await reopened(device)
+
+
+async def reopened(device: Device) -> Device:
+    await device.aclose()
+    again = open_target(device.name)
+    await again.start()
+    return again
 
 
 def zoned_target(geometry: Geometry | None = None) -> str:

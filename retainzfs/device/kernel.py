@@ -28,7 +28,7 @@ from retainzfs.device.disk import DiskDevice, set_direct
 from retainzfs.device.protocol import BLOCK, OPEN, Condition, Geometry, ZoneReport
 from retainzfs.device.rules import Pending, ZoneRules
 from retainzfs.device.sysfs import BlockDevice, directory
-from retainzfs.errors import BadGeometry, DeviceError
+from retainzfs.errors import BadGeometry, DeviceError, RetainzError
 
 log = logging.getLogger(__name__)
 
@@ -81,11 +81,22 @@ class KernelDevice(DiskDevice):
         if not self._readonly:
             await self._let_go()
 
+    async def aclose(self) -> None:
+        if self._io is not None and not self._readonly and self._flush_error is None:
+            await self._let_go()
+        await super().aclose()
+
     async def _let_go(self) -> None:
-        """Close what a crash left open, as a power cycle does, and empty what holds no data: both
-        would keep a slot for nothing. So would a zone that is written up to the middle of a block:
-        no append can go on there."""
-        for index, zone in enumerate(self._found(range(self.geometry.zone_count))):
+        """Close what is open, as a power cycle does, and empty what holds no data: both would keep
+        a slot for nothing, before the first append of a volume and behind the last. So would a zone
+        that is written up to the middle of a block: no append can go on there."""
+        self.report()  # the view follows
+        try:
+            found = self._found(range(self.geometry.zone_count))
+        except OSError as error:
+            log.warning("%s; its zones keep their slots", self._error("report of zones", error))
+            return
+        for index, zone in enumerate(found):
             try:
                 if zone.condition in OPEN:
                     await self.close_zone(index)
@@ -95,7 +106,7 @@ class KernelDevice(DiskDevice):
                     await self.finish(index)
                 elif zone.pointer == zone.start:
                     await self.reset([index])
-            except DeviceError as error:
+            except RetainzError as error:
                 log.warning("%s; the zone keeps a slot", error)
 
     # --- zones ----------------------------------------------------------------------------------
