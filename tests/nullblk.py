@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 
+import pytest
+
 from retainzfs.device import Condition
 
 CONFIGFS = Path("/sys/kernel/config/nullb")
@@ -81,6 +83,10 @@ def null_blk(
 ) -> Iterator[NullBlk]:
     """A new device with empty zones, `conventional` of them at the start and not counted in
     `zones`; sizes in bytes, whole MiB. `queue_mode` 0 has no request queue, 2 has one."""
+    if not CONFIGFS.exists():
+        pytest.skip(
+            "needs null_blk and configfs: modprobe -a configfs; modprobe null_blk nr_devices=0"
+        )
     settings = CONFIGFS / f"zoned{os.getpid()}x{next(_numbers)}"
     settings.mkdir()
     device = NullBlk(settings, zone_size, conventional)
