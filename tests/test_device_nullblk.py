@@ -17,7 +17,8 @@ from retainzfs import mkfs
 from retainzfs.device import BLOCK, Condition, create_target, open_target
 from retainzfs.device.kernel import KernelDevice
 from retainzfs.device.sysfs import PLUGGED, BlockDevice
-from retainzfs.errors import DeviceError, WriteOrder, ZoneRuleError
+from retainzfs.errors import DeviceError, ForeignTarget, WriteOrder, ZoneRuleError
+from retainzfs.recovery import recover
 from tests import zonereport
 from tests.device_backends import MIB, random_blocks
 from tests.nullblk import SECTOR, TURNS, NullBlk, null_blk
@@ -43,6 +44,7 @@ async def started(disk: NullBlk) -> AsyncIterator[KernelDevice]:
     device = open_target(disk.target)
     assert isinstance(device, KernelDevice)
     await device.start()
+    await device.settle()
     try:
         yield device
         if disk.sysfs.exists():
@@ -144,6 +146,19 @@ async def test_no_append_goes_on_in_the_middle_of_a_block(sectors: int) -> None:
                 assert device.statistics()["active"] == 0
             else:
                 await device.append(3, zone.write_pointer, random_blocks(1))
+
+
+async def test_the_zones_of_others_are_left_as_they_are() -> None:
+    with null_blk(zones=ZONES, zone_size=MIB, max_open=6, max_active=6, block_size=SECTOR) as disk:
+        disk.write(3, bytes(3 * SECTOR))
+        disk.open(2)
+        before = zonereport.blkzone(disk.target)
+        device = open_target(disk.target)
+        await device.start()
+        with pytest.raises(ForeignTarget):
+            await recover(device)
+        await device.aclose()
+        assert zonereport.blkzone(disk.target) == before
 
 
 async def test_a_drive_that_vanishes(disk: NullBlk, caplog: pytest.LogCaptureFixture) -> None:

@@ -72,17 +72,17 @@ class KernelDevice(DiskDevice):
                 log.info("%s: set the scheduler of %s, which keeps writes in order", name, disk)
         set_direct(fd)
         self._volatile = block_device.volatile_cache
+        self._settled = False
         self.rules = ZoneRules(name, self.geometry)
         for zone in self._report(range(self.geometry.zone_count)):
             self.rules.adopt(*zone[:3])
 
-    async def start(self) -> None:
-        await super().start()
-        if not self._readonly:
-            await self._let_go()
+    async def settle(self) -> None:
+        await self._let_go()
+        self._settled = True
 
     async def aclose(self) -> None:
-        if self._io is not None and not self._readonly and self._flush_error is None:
+        if self._settled and self._io is not None and self._flush_error is None:
             await self._let_go()
         await super().aclose()
 
