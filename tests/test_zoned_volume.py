@@ -19,7 +19,7 @@ import pytest
 import trio
 
 from retainzfs import fsck, mkfs, mounting
-from retainzfs.device import Condition, Geometry, open_target
+from retainzfs.device import Condition, open_target
 from retainzfs.device.kernel import KernelDevice
 from retainzfs.device.protocol import ACTIVE, BLOCK
 from tests import zonereport
@@ -43,7 +43,7 @@ class Zoned(Live):
 
     def format(self, *_: object) -> None:
         self.image = Path(zoned_target())
-        mkfs.make(str(self.image), force=True)
+        self.geometry = mkfs.make(str(self.image), force=True)
 
     def mount(self, options: str = "", patch: str = "") -> None:
         assert not patch
@@ -80,11 +80,6 @@ class Zoned(Live):
         self.check()
         self.umount()
         assert fsck.check(str(self.image), scrub=True).findings == []
-
-    def geometry(self) -> Geometry:
-        device = open_target(str(self.image), readonly=True)
-        device.close()
-        return device.geometry
 
     def status(self) -> dict[str, Any]:
         told: dict[str, Any] = json.loads((self.path / ".retainz/stats.json").read_bytes())
@@ -265,7 +260,7 @@ def test_saves_work_where_others_have_left_all_slots_taken(zoned: Zoned) -> None
     zoned.settle()
     told = zoned.status()
     assert told["write_errors"] == 0
-    assert told["device"]["active"] <= zoned.geometry().max_active
+    assert told["device"]["active"] <= zoned.geometry.max_active
     zoned.end()
 
 
@@ -340,7 +335,7 @@ def test_statistics_make_sense(zoned: Zoned) -> None:
         written += len(data)
     zoned.settle()
     told = zoned.status()
-    zones, geometry = told["zones"], zoned.geometry()
+    zones, geometry = told["zones"], zoned.geometry
     zone_map = json.loads((zoned.path / ".retainz/zones.json").read_bytes())
     data_zones = sum(zone["class"] != "metadata" for zone in zone_map)
     assert written <= told["logical_bytes"] < 1.01 * written
