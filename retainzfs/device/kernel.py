@@ -27,7 +27,7 @@ from retainzfs.device.disk import DiskDevice, set_direct
 from retainzfs.device.protocol import BLOCK, OPEN, Condition, Geometry, ZoneReport
 from retainzfs.device.rules import Pending, ZoneRules
 from retainzfs.device.sysfs import BlockDevice, directory
-from retainzfs.errors import BadGeometry, DeviceError
+from retainzfs.errors import BadGeometry, DeviceError, RetainzError
 
 log = logging.getLogger(__name__)
 
@@ -80,16 +80,21 @@ class KernelDevice(DiskDevice):
         if not self._readonly:
             await self._let_go()
 
+    async def aclose(self) -> None:
+        if self._io is not None and not self._readonly and self._flush_error is None:
+            await self._let_go()
+        await super().aclose()
+
     async def _let_go(self) -> None:
-        """Close what a crash left open, as a power cycle does, and empty what holds no data: both
-        would keep a slot for nothing."""
+        """Close what is open, as a power cycle does, and empty what holds no data: both would keep
+        a slot for nothing, before the first append of a volume and behind the last."""
         try:
             for zone in self.report():
                 if zone.condition in OPEN:
                     await self.close_zone(zone.index)
             closed = [zone for zone in self.report() if zone.condition == Condition.CLOSED]
             await self.reset([zone.index for zone in closed if not zone.write_pointer])
-        except DeviceError as error:
+        except RetainzError as error:
             log.warning("%s; the zone keeps a slot", error)
 
     # --- zones ----------------------------------------------------------------------------------
