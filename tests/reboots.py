@@ -141,10 +141,10 @@ class Boot:
         self._mount()
         wrong = self._compare()
         print(
-            f"boot {self.number}: {self.history.promised} acknowledged,"
-            f" {len(self.history.allowed)} pieces compared, {self.history.compared} bytes of them"
-            f" as they were promised, {scrubbed} bytes scrubbed,"
-            f" {time.monotonic() - began:.1f} s; {len(wrong)} violations",
+            f"boot {self.number}: {self.history.promised} acknowledged;"
+            f" {len(self.history.allowed)} files and pieces compared,"
+            f" {self.history.compared} bytes as promised; {scrubbed} bytes scrubbed;"
+            f" {time.monotonic() - began:.1f} s; violations: {len(wrong)}",
             flush=True,
         )
         if wrong:
@@ -286,7 +286,8 @@ def main() -> int:
     job, reboots, seed = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     jobs: dict[str, Callable[[], Job]] = {"programs": Programs, "training": Training}
     wrong = Boot(jobs[job](), reboots, seed).run()
-    print(*wrong, sep="\n", file=sys.stderr)
+    for text in wrong:
+        print(f"violation: {text}", file=sys.stderr)
     return int(bool(wrong))
 
 

@@ -27,7 +27,7 @@ from tests.conftest import COMMAND_S, PATIENCE_S, Live, looked_after
 from tests.device_backends import random_blocks, zoned_target
 from tests.jobs import Jobs, crash, go_on, serving
 
-pytestmark = [pytest.mark.zoned, pytest.mark.fuse]
+pytestmark = [pytest.mark.zoned, pytest.mark.fuse, pytest.mark.timeout(900)]
 
 MIB = 1 << 20
 STEPS = 12  # of training, behind each other
