@@ -103,7 +103,12 @@ def parser() -> argparse.ArgumentParser:
     )
     add_devices(made.add_argument_group("devices"))
     add = made.add_argument_group("the machine").add_argument
-    add("--kernel", default="6.1", metavar="VERSION", help="Debian's, or 6.12 of backports (6.1)")
+    add(
+        "--kernel",
+        default="6.1",
+        metavar="VERSION",
+        help="6.1, or 6.12 of Debian's backports (6.1)",
+    )
     add("--modules", default="", metavar="NAMES", help="to load, separated by commas")
     add("--memory", type=size, default="2G", metavar="SIZE", help="(%(default)s)")
     add("--cpus", type=number, default=2, metavar="N", help="(%(default)s)")
