@@ -152,7 +152,7 @@ def test_training_goes_on_bit_for_bit_after_remounts(zoned: Zoned, jobs: Jobs) -
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("setting", ["commit-flushed:70", "reset-after", "switch-written"])
+@pytest.mark.parametrize("setting", ["commit-flushed:70", "reset-after"])
 def test_training_outlives_its_daemon(zoned: Zoned, jobs: Jobs, setting: str) -> None:
     crash(zoned, jobs, zoned.base / "record", setting)
     zonereport.check_target(str(zoned.image))
