@@ -21,13 +21,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="reboots", description=__doc__)
     parser.add_argument("--reboots", type=int, default=3, help="default %(default)s")
     parser.add_argument("--seed", type=int, default=0, help="of the moments and the programs")
+    parser.add_argument(
+        "--job",
+        choices=("programs", "training"),
+        default="programs",
+        help="what saves: six programs, or training with torch (default %(default)s)",
+    )
     parser.add_argument("--keep", metavar="DIR", help="leave the records there; must be empty")
     given = parser.parse_args()
     command = [str(MACHINE), *DRIVE, "--boots", str(given.reboots + 1)]
     command += ["--timeout", str(BOOT_S * (given.reboots + 1))]
     command += ["--share", given.keep] if given.keep else []
     command += ["--", "python", "-m", "tests.reboots"]
-    command += ["programs", str(given.reboots), str(given.seed)]
+    command += [given.job, str(given.reboots), str(given.seed)]
     sys.stdout.flush()
     os.execv(MACHINE, command)
 

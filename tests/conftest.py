@@ -132,7 +132,9 @@ def looked_after(make: Callable[[Path], L]) -> Iterator[L]:
             yield live
         finally:
             live.clean_up()
-        assert not live.complaints(), "the daemon's log has errors that no test announced"
+            if complaints := live.complaints():
+                print(live.log.read_text())  # pytest shows it when the test or this has failed
+        assert not complaints, "the daemon's log has errors that no test announced"
 
 
 @pytest.fixture(scope="session")

@@ -87,6 +87,18 @@ class History:
     def noted(self, what: str) -> list[list[Any]]:
         return [values for kind, *values in self.notes if kind == what]
 
+    def torn(self, run: Path) -> list[str]:
+        """Return the saves in this directory of which some files are there and some are not."""
+        broken = []
+        for save in run.glob("*"):  # it may be gone with the first commit
+            files = [
+                piece.path for piece in self.allowed if (self.root / piece.path).parent == save
+            ]
+            there = [path for path in files if (self.root / path).exists()]
+            if there not in ([], files):
+                broken.append(f"{save} was deleted in part")
+        return broken
+
     def to_json(self) -> dict[str, Any]:
         """Return all that is known, for `from_json`; records are read from their start then."""
         allowed = [[*piece, told and sorted(told)] for piece, told in self.allowed.items()]

@@ -23,8 +23,10 @@ import os
 import random
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -33,8 +35,10 @@ from tests import programs, zonereport
 from tests.promises import History
 
 ROOT: Final = Path("/tmp/reboots")  # of the guest, gone at every reset: the mount
-START_MAX_S: Final = 120.0  # until every program has been promised something
+START_MAX_S: Final = 300.0  # until every program has been promised something
 LIFE_MAX_S: Final = 10.0  # from then on
+STEPS_MAX: Final = 1000  # of a training job; it is reset long before
+STEPS_LEAST: Final = 3  # in the last boot, which lets it end
 DEAD_S: Final = 60.0  # the reset must have come
 
 
@@ -54,6 +58,9 @@ class Job(Protocol):
     def start(self, records: Path, seed: str) -> dict[int, str]:
         """Fork processes that save; return what each is called, which is its record's name."""
 
+    def go_on(self, records: Path) -> None:
+        """Save a little more, undisturbed."""
+
 
 class Programs:
     """Small files, renames, logs, maps, deletions, generations of one and of several files."""
@@ -64,6 +71,51 @@ class Programs:
     def start(self, records: Path, seed: str) -> dict[int, str]:
         started = programs.start(ROOT, records, seed)
         return {child: program.__name__ for child, program in started.items()}
+
+    def go_on(self, records: Path) -> None:
+        """They have nothing to go on with."""
+
+
+class Training:
+    """A model with its optimizer and generator, saved by DCP of torch, and files beside it."""
+
+    def __init__(self) -> None:
+        from tests import training  # noqa: PLC0415 - torch takes a minute in a guest
+
+        training.prepare()
+        self.work = training.work
+        self.trainer = training.Trainer()
+        self.undisturbed: list[list[Any]] = []
+
+    def check(self, history: History) -> list[str]:
+        """Every job went on behind the newest save or one after it, and as if undisturbed."""
+        broken = history.torn(ROOT / "run")
+        saved = 0
+        at = count()
+        for what, *values in history.notes:
+            if what == "saved":
+                saved = max(saved, *values)
+            elif what == "restored":
+                [restored] = values
+                at = count(restored)
+                if restored < saved:
+                    broken.append(f"save {saved} is gone, training went on behind {restored}")
+            elif what == "step" and values != (step := self._step(next(at))):
+                broken.append(f"training went on otherwise: {values} instead of {step}")
+        return broken
+
+    def _step(self, number: int) -> list[Any]:
+        while len(self.undisturbed) <= number:
+            self.undisturbed.append(self.trainer.train())
+        return self.undisturbed[number]
+
+    def start(self, records: Path, seed: str) -> dict[int, str]:
+        child = forked(lambda: self.work(ROOT, records / "job", STEPS_MAX))
+        return {child: "job"}
+
+    def go_on(self, records: Path) -> None:
+        code = in_child(lambda: self.work(ROOT, records / "job", STEPS_LEAST))
+        assert code == 0, f"training ended with {code}; its error is above"
 
 
 class Boot:
@@ -89,16 +141,21 @@ class Boot:
         self._mount()
         wrong = self._compare()
         print(
-            f"boot {self.number}: {self.history.promised} acknowledged,"
-            f" {len(self.history.allowed)} pieces compared, {self.history.compared} bytes of them"
-            f" as they were promised, {scrubbed} bytes scrubbed,"
-            f" {time.monotonic() - began:.1f} s; {len(wrong)} violations",
+            f"boot {self.number}: {self.history.promised} acknowledged;"
+            f" {len(self.history.allowed)} files and pieces compared,"
+            f" {self.history.compared} bytes as promised; {scrubbed} bytes scrubbed;"
+            f" {time.monotonic() - began:.1f} s; violations: {len(wrong)}",
             flush=True,
         )
         if wrong:
             return wrong
         if self.number < self.reboots:
             return self._save_until_reset()
+        self._records(self.number).mkdir()
+        self.job.go_on(self._records(self.number))
+        self.history.read(*self._records(self.number).iterdir())
+        if wrong := self._compare():
+            return wrong
         unmounting.umount(str(ROOT))
         report = in_child(lambda: fsck.check(self.target, scrub=True).as_dict())
         print(
@@ -191,20 +248,32 @@ def ended(children: dict[int, str]) -> str:
     return f"{name} ended with {os.waitstatus_to_exitcode(status)} before the reset"
 
 
-def in_child(work: Callable[[], Any]) -> Any:
-    """Do something in a process of its own: this one stays free of threads, for it forks on."""
-    reader, writer = os.pipe()
+def forked(work: Callable[[], int]) -> int:
+    """Do something in a process of its own, which ends with the code that it returns."""
     child = os.fork()
     if not child:
         code = 1
         try:
-            os.close(reader)
-            with os.fdopen(writer, "w") as pipe:
-                json.dump(work(), pipe)
-            code = 0
+            code = work()
+        except BaseException:
+            traceback.print_exc()
         finally:
             sys.stderr.flush()
             os._exit(code)
+    return child
+
+
+def in_child(work: Callable[[], Any]) -> Any:
+    """Do something in a process of its own: this one stays free of threads, for it forks on."""
+    reader, writer = os.pipe()
+
+    def tell() -> int:
+        os.close(reader)
+        with os.fdopen(writer, "w") as pipe:
+            json.dump(work(), pipe)
+        return 0
+
+    child = forked(tell)
     os.close(writer)
     with os.fdopen(reader) as pipe:
         told = pipe.read()
@@ -215,9 +284,10 @@ def in_child(work: Callable[[], Any]) -> Any:
 
 def main() -> int:
     job, reboots, seed = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    jobs: dict[str, Callable[[], Job]] = {"programs": Programs}
+    jobs: dict[str, Callable[[], Job]] = {"programs": Programs, "training": Training}
     wrong = Boot(jobs[job](), reboots, seed).run()
-    print(*wrong, sep="\n", file=sys.stderr)
+    for text in wrong:
+        print(f"violation: {text}", file=sys.stderr)
     return int(bool(wrong))
 
 

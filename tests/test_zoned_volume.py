@@ -19,7 +19,7 @@ import pytest
 import trio
 
 from retainzfs import fsck, mkfs, mounting
-from retainzfs.device import Condition, Geometry, open_target
+from retainzfs.device import Condition, open_target
 from retainzfs.device.kernel import KernelDevice
 from retainzfs.device.protocol import ACTIVE, BLOCK
 from tests import zonereport
@@ -27,7 +27,7 @@ from tests.conftest import COMMAND_S, PATIENCE_S, Live, looked_after
 from tests.device_backends import random_blocks, zoned_target
 from tests.jobs import Jobs, crash, go_on, serving
 
-pytestmark = [pytest.mark.zoned, pytest.mark.fuse]
+pytestmark = [pytest.mark.zoned, pytest.mark.fuse, pytest.mark.timeout(900)]
 
 MIB = 1 << 20
 STEPS = 12  # of training, behind each other
@@ -43,7 +43,7 @@ class Zoned(Live):
 
     def format(self, *_: object) -> None:
         self.image = Path(zoned_target())
-        mkfs.make(str(self.image), force=True)
+        self.geometry = mkfs.make(str(self.image), force=True)
 
     def mount(self, options: str = "", patch: str = "") -> None:
         assert not patch
@@ -80,11 +80,6 @@ class Zoned(Live):
         self.check()
         self.umount()
         assert fsck.check(str(self.image), scrub=True).findings == []
-
-    def geometry(self) -> Geometry:
-        device = open_target(str(self.image), readonly=True)
-        device.close()
-        return device.geometry
 
     def status(self) -> dict[str, Any]:
         told: dict[str, Any] = json.loads((self.path / ".retainz/stats.json").read_bytes())
@@ -157,7 +152,7 @@ def test_training_goes_on_bit_for_bit_after_remounts(zoned: Zoned, jobs: Jobs) -
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("setting", ["commit-flushed:70", "reset-after", "switch-written"])
+@pytest.mark.parametrize("setting", ["commit-flushed:70", "reset-after"])
 def test_training_outlives_its_daemon(zoned: Zoned, jobs: Jobs, setting: str) -> None:
     crash(zoned, jobs, zoned.base / "record", setting)
     zonereport.check_target(str(zoned.image))
@@ -177,12 +172,12 @@ def test_what_was_closed_outlives_the_daemon(zoned: Zoned) -> None:
         (run / f"step-{step}.msgpack").write_bytes(saved[step])
         if step % 2:
             continue
-        with (run / f"step-{step + 100}.msgpack").open("wb", buffering=0) as torn:
-            torn.write(content(3 * MIB))
-            os.fsync(torn.fileno())
-            zoned.signal(signal.SIGKILL)
-            with pytest.raises(OSError, match=r"not connected|aborted"):
-                torn.write(b"more")
+        torn = os.open(run / f"step-{step + 100}.msgpack", os.O_WRONLY | os.O_CREAT)
+        os.write(torn, content(3 * MIB))
+        os.fsync(torn)
+        zoned.signal(signal.SIGKILL)
+        with pytest.raises(OSError, match=r"not connected|aborted"):
+            os.close(torn)
         zoned.clear()
         zoned.mount()
         told = states(run)
@@ -265,7 +260,7 @@ def test_saves_work_where_others_have_left_all_slots_taken(zoned: Zoned) -> None
     zoned.settle()
     told = zoned.status()
     assert told["write_errors"] == 0
-    assert told["device"]["active"] <= zoned.geometry().max_active
+    assert told["device"]["active"] <= zoned.geometry.max_active
     zoned.end()
 
 
@@ -340,7 +335,7 @@ def test_statistics_make_sense(zoned: Zoned) -> None:
         written += len(data)
     zoned.settle()
     told = zoned.status()
-    zones, geometry = told["zones"], zoned.geometry()
+    zones, geometry = told["zones"], zoned.geometry
     zone_map = json.loads((zoned.path / ".retainz/zones.json").read_bytes())
     data_zones = sum(zone["class"] != "metadata" for zone in zone_map)
     assert written <= told["logical_bytes"] < 1.01 * written

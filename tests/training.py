@@ -204,7 +204,7 @@ def _number(save: Path) -> int:
     return int(save.name.removeprefix("step-"))
 
 
-def _work(root: Path, record: Path, steps: int) -> int:
+def work(root: Path, record: Path, steps: int) -> int:
     """Run a job; return the exit code."""
     try:
         Job(root, record).go(steps)
@@ -219,10 +219,15 @@ def _work(root: Path, record: Path, steps: int) -> int:
     return 0
 
 
-def main() -> None:
+def prepare() -> None:
+    """Make this process one that repeats itself, and from which jobs can be forked."""
     warnings.simplefilter("ignore")  # that there is no process group
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
+
+
+def main() -> None:
+    prepare()
     undisturbed = Trainer()
     print(json.dumps([undisturbed.train() for _ in range(int(sys.argv[1]))]), flush=True)
     for line in sys.stdin:
@@ -231,7 +236,7 @@ def main() -> None:
         if not child:
             code = 1
             try:
-                code = _work(Path(root), Path(record), steps)
+                code = work(Path(root), Path(record), steps)
             finally:
                 sys.stderr.flush()
                 os._exit(code)

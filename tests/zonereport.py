@@ -83,15 +83,18 @@ def check_target(target: str) -> None:
 
 
 def check_mount(directory: Path) -> None:
-    """What a volume believes of its zones is so on its device. Nothing may go on there meanwhile.
+    """What a volume believes of its zones is so on its device.
 
     Which of the active zones are open is the drive's business. A zone that the volume has taken
     and not yet written is an empty one to the drive.
     """
     told = json.loads((directory / ".retainz/stats.json").read_bytes())
-    ours = json.loads((directory / ".retainz/zones.json").read_bytes())
-    theirs = [zone for zone in blkzone(told["target"]) if zone.condition is not Condition.NOT_WP]
-    for own, other in zip(ours, theirs, strict=True):
+    believed = b""
+    while believed != (now := (directory / ".retainz/zones.json").read_bytes()):
+        believed = now  # a commit in the background came between the two
+        found = blkzone(told["target"])
+    theirs = [zone for zone in found if zone.condition is not Condition.NOT_WP]
+    for own, other in zip(json.loads(believed), theirs, strict=True):
         what = f"zone {own['index']}: ours {own}, blkzone's {other}"
         state = Condition[own["condition"].upper()] if own["condition"] != "open" else None
         if other.pointer is None:
