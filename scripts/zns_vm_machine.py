@@ -86,6 +86,7 @@ class Plan:
     timeout_s: float = 1800.0
     boots: int = 100
     console: Path | None = None
+    cpu: str = "max"
     accelerator: str = "tcg,thread=multi"
     host_options: str = "msize=1048576,cache=loose"
 
@@ -98,7 +99,7 @@ class Plan:
 def qemu_command(plan: Plan, ports: dict[str, int], images: list[int]) -> list[str]:
     """Return QEMU's command line, given the descriptors that it inherits."""
     command = [QEMU, "-nodefaults", "-no-user-config", "-display", "none", "-M", "pc"]
-    command += ["-accel", plan.accelerator, "-cpu", "max", "-smp", str(plan.cpus)]
+    command += ["-accel", plan.accelerator, "-cpu", plan.cpu, "-smp", str(plan.cpus)]
     command += ["-m", f"{plan.memory_mib}M", "-kernel", str(plan.kernel.image)]
     command += ["-initrd", str(plan.kernel.initramfs)]
     # A panic must not reboot: the write pointers would go on, and so would the script.

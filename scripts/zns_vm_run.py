@@ -61,6 +61,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--boots", type=int, default=100)
     parser.add_argument("--share", type=Path)
     parser.add_argument("--console", type=Path)
+    parser.add_argument("--cpu", default="max")
     parser.add_argument("--accelerator", default="tcg,thread=multi", help=argparse.SUPPRESS)
     parser.add_argument(
         "--host-options", default="msize=1048576,cache=loose", help=argparse.SUPPRESS
@@ -114,7 +115,7 @@ def main() -> int:
                 timeout_s=given.timeout,
                 boots=given.boots,
                 console=given.console,
-                accelerator=given.accelerator,
+                accelerator=given.accelerator,cpu=given.cpu,
                 host_options=given.host_options,
             )
             with Machine(plan) as machine:
