@@ -13,12 +13,15 @@ import shutil
 import struct
 import subprocess
 import tempfile
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 META_PACKAGE = "linux-image-amd64"
-BACKPORTS = "6.12"  # of bookworm-backports; everything else comes from the system's own sources
+IMAGE = "linux-image-"  # begins the names of the packages that hold a kernel
+UNUSED_S = 7 * 86400.0
 # All that a guest can load; those that are not needed yet cost nothing but their space.
 MODULES = (
     *("virtio_pci", "virtio_console", "9pnet_virtio", "9p", "nvme", "fuse"),
@@ -56,15 +59,14 @@ def run(*command: str | Path, cwd: Path | None = None, stdin: bytes = b"") -> st
     return done.stdout.decode(errors="replace")
 
 
-def kernel(wanted: str, cache: Path) -> Kernel:
-    """Return the newest kernel whose version starts with `wanted`, fetched if the cache lacks it."""
-    apt = backports_options(cache) if wanted.startswith(BACKPORTS) else []
-    package = image_package(apt)
-    version = package.removeprefix("linux-image-")
-    if not version.startswith(wanted):
-        raise KernelError(f"no kernel {wanted}: there are {version} and, of backports, {BACKPORTS}")
+def newest_kernel(wanted: str, cache: Path) -> Kernel:
+    """Return the newest kernel of this version, fetched if the cache lacks it."""
+    cache.mkdir(parents=True, exist_ok=True)
+    package, apt = image_package(wanted, cache)
+    version = package.removeprefix(IMAGE)
     made = cache / f"{version}-{recipe()}"
     if not made.exists():
+        remove_unused(cache)
         with tempfile.TemporaryDirectory(prefix="new.", dir=cache) as scratch:
             build(package, apt, Path(scratch))
             try:
@@ -72,7 +74,16 @@ def kernel(wanted: str, cache: Path) -> Kernel:
             except OSError:
                 if not made.exists():  # another run was faster
                     raise
+    os.utime(made)
     return Kernel(version, made / "kernel", made / "initramfs")
+
+
+def remove_unused(cache: Path) -> None:
+    """Remove what no run has asked for in a while, half-made kernels among it."""
+    for entry in cache.iterdir():
+        with suppress(FileNotFoundError):
+            if time.time() - entry.stat().st_mtime > UNUSED_S:
+                shutil.rmtree(entry, ignore_errors=True)
 
 
 def recipe() -> str:
@@ -81,17 +92,28 @@ def recipe() -> str:
     return hashlib.sha256(content).hexdigest()[:12]
 
 
-def image_package(apt: Sequence[str]) -> str:
-    """Name the package that the meta package stands for, with its version in the name."""
-    for attempt in range(2):
-        try:
+def image_package(wanted: str, cache: Path) -> tuple[str, list[str]]:
+    """Name the package that has this version, with the options that let apt see it."""
+    offered = []
+    for backports in (False, True):
+        apt = backports_options(cache) if backports else []
+        package = newest_package(apt)
+        version = package.removeprefix(IMAGE)
+        if f"{version}.".startswith(f"{wanted}."):
+            return package, apt
+        offered.append(version)
+    raise KernelError(f"Debian has no kernel {wanted}, but {' and '.join(offered)}")
+
+
+def newest_package(apt: Sequence[str]) -> str:
+    """Name the package that the meta package stands for; its version is in its name."""
+    for updated in (False, True):
+        if updated:
+            run("apt-get", *apt, "update", "-qq")
+        with suppress(KernelError):
             for line in run("apt-cache", *apt, "depends", META_PACKAGE).splitlines():
-                if line.strip().startswith("Depends: linux-image-"):
+                if line.strip().startswith(f"Depends: {IMAGE}"):
                     return line.split()[1]
-        except KernelError:
-            if attempt:
-                raise
-        run("apt-get", *apt, "update", "-qq")
     raise KernelError(f"apt does not know the package {META_PACKAGE}")
 
 
@@ -129,7 +151,7 @@ def build(package: str, apt: Sequence[str], scratch: Path) -> None:
         run("apt-get", *apt, *sandbox, "download", "-qq", package, cwd=scratch)
     [archive] = scratch.glob("*.deb")
     run("dpkg", "-x", archive, scratch / "unpacked")
-    version = package.removeprefix("linux-image-")
+    version = package.removeprefix(IMAGE)
     made = scratch / "made"
     made.mkdir()
     image = (scratch / "unpacked" / "boot" / f"vmlinuz-{version}").read_bytes()
