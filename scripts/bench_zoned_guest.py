@@ -9,11 +9,13 @@ it.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import json
 import os
 import random
 import shutil
+import subprocess
 import sys
 import time
 import traceback
@@ -24,7 +26,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
-from bench_zoned_systems import Btrfs, F2fs, Retainzfs, System, Zoned, call
+from bench_zoned_systems import Btrfs, Counter, Counts, F2fs, Retainzfs, System, Zoned
 from bench_zoned_workload import METADATA_SIZE, Phase, Save, Stream, Workload, plan
 
 MIB = 1 << 20
@@ -32,6 +34,7 @@ CHUNK = MIB  # bytes of one write
 POOL_SIZE = 4 * MIB
 MOUNT = Path("/tmp/bench-zoned")
 RETRY_AFTER_S = 10.0  # what a filesystem gets to clean up before a save is tried again
+LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def log(message: str) -> None:
@@ -39,20 +42,31 @@ def log(message: str) -> None:
 
 
 def sync(directory: Path) -> None:
-    """Have everything of the filesystem written, as its own timers do in the time between saves."""
+    """Have all of the filesystem written."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)  # retainzfs: FUSE does not pass on the next one
+        if LIBC.syncfs(descriptor) != 0:
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number), str(directory))
     finally:
         os.close(descriptor)
-    call("sync", "-f", directory)
+
+
+def kernel_log() -> list[str]:
+    """Return the last lines of the guest's kernel log, which say why a filesystem stopped."""
+    done = subprocess.run(["dmesg", "--notime"], capture_output=True, text=True, check=False)
+    return done.stdout.splitlines()[-12:]
 
 
 class Replay:
     """The workload on one filesystem, from formatting to the check after a remount."""
 
-    def __init__(self, system: System, workload: Workload, seed: int, results: TextIO) -> None:
+    def __init__(
+        self, system: System, counter: Counter, workload: Workload, seed: int, results: TextIO
+    ) -> None:
         self.system = system
+        self.counter = counter
         self.workload = workload
         self.seed = seed
         self.results = results
@@ -95,8 +109,8 @@ class Replay:
         """Write a phase's saves; tell whether all of them succeeded."""
         failures = len(self.failures)
         all_kept = all(self.write(save) is not None for save in phase.milestones)
-        sync(self.top)
-        before, written = self.system.counts(), self.written
+        all_kept = all_kept and self.settle()
+        before, written = self.counts(), self.written
         started = time.monotonic()
         seconds: list[float] = []
         for save in phase.saves if all_kept else ():
@@ -105,7 +119,8 @@ class Replay:
                 break
             seconds.append(taken)
             self.retire(save.stream)
-            sync(self.top)
+            if not self.settle():
+                break
         complete = all_kept and len(seconds) == len(phase.saves)
         self.tell(
             "phase",
@@ -117,9 +132,29 @@ class Replay:
             written=self.written - written,
             elapsed_s=round(time.monotonic() - started, 1),
             durable_s=[round(taken, 4) for taken in seconds],
-            **asdict(self.system.counts() - before),
+            **asdict(self.counts() - before),
         )
         return complete
+
+    def counts(self) -> Counts:
+        return self.counter.read(self.system.zoned.path, self.system.conventional)
+
+    def settle(self) -> bool:
+        """Have all written and cleaned up, for which there are minutes between real saves."""
+        try:
+            sync(self.top)
+        except OSError as error:
+            self.failed(error)
+            return False
+        return True
+
+    def failed(self, error: OSError) -> None:
+        live = sum(save.size for saves in self.live.values() for save in saves)
+        name = errno.errorcode.get(error.errno or 0, str(error))
+        if not self.failures:
+            log("\n".join(kernel_log()))
+        self.failures.append(f"{name} at {live / self.system.zoned.capacity:.0%}")
+        log(f"{self.system.name}: {error}: {self.failures[-1]}")
 
     def write(self, save: Save) -> float | None:
         """Write a save, once more if it fails; return the seconds until it was durable."""
@@ -128,10 +163,7 @@ class Replay:
             try:
                 self.write_files(save)
             except OSError as error:
-                live = sum(s.size for saves in self.live.values() for s in saves) / MIB
-                name = errno.errorcode.get(error.errno or 0, str(error))
-                self.failures.append(f"{name} with {live:.0f} MiB live")
-                log(f"{self.system.name}: {error}: {self.failures[-1]}")
+                self.failed(error)
                 self.remove(save)
                 time.sleep(pause_s)
             else:
@@ -232,6 +264,7 @@ def main(arguments: list[str]) -> int:
     """Replay one seed on each filesystem."""
     job = json.loads(Path(arguments[0]).read_text())
     MOUNT.mkdir(exist_ok=True)
+    counter = Counter()
     failed = False
     with open(arguments[1], "a") as results:
         for system in systems(job["systems"]):
@@ -239,10 +272,12 @@ def main(arguments: list[str]) -> int:
             workload = plan(
                 job["seed"], zoned.capacity, zoned.zone_capacity, job["loads"], job["turnover"]
             )
-            replay = Replay(system, workload, job["seed"], results)
+            replay = Replay(system, counter, workload, job["seed"], results)
             try:
                 replay.run()
-            except Exception as error:  # one filesystem's failure is a result, and the next one's turn
+            except (
+                Exception
+            ) as error:  # one filesystem's failure is a result, and the next one's turn
                 traceback.print_exc()
                 replay.tell("failed", why=str(error))
                 failed = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import struct
 import subprocess
@@ -83,9 +84,26 @@ class Counts:
         )
 
 
-def bytes_written(device: str) -> int:
-    fields = Path("/sys/block", Path(device).name, "stat").read_text().split()
-    return int(fields[6]) * SECTOR
+class Counter:
+    """Asks the machine's host what the devices themselves have counted."""
+
+    def __init__(self) -> None:
+        self.port = os.open(os.environ["ZNS_VM_CONTROL"], os.O_RDWR)
+        self.zoned = os.environ["ZNS_VM_ZONED"].split()
+        self.conventional = os.environ["ZNS_VM_CONVENTIONAL"].split()
+
+    def read(self, zoned: str, conventional: str | None) -> Counts:
+        os.write(self.port, b"counts\n")
+        answer = b""
+        while not answer.endswith(b"\n"):
+            answer += os.read(self.port, 1 << 16)
+        counted = json.loads(answer)
+        first = counted["zoned"][self.zoned.index(zoned)]
+        second = 0
+        if conventional:
+            index = self.conventional.index(conventional)
+            second = counted["conventional"][index]["bytes_written"]
+        return Counts(first["bytes_written"], second, first["zones_reset"])
 
 
 @dataclass
@@ -96,10 +114,6 @@ class System:
     zoned: Zoned
     directory: Path
     conventional: str | None = None
-
-    def counts(self) -> Counts:
-        second = bytes_written(self.conventional) if self.conventional else 0
-        return Counts(bytes_written(self.zoned.path), second, 0)
 
     def format(self) -> None:
         raise NotImplementedError

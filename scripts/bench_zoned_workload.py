@@ -6,6 +6,7 @@ the load times the namespace's capacity: milestones that are never deleted make 
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import deque
 from dataclasses import dataclass
@@ -77,7 +78,7 @@ def plan(seed: int, capacity: int, zone: int, loads: list[float], turnover: floa
     room = [max(0, int(load * capacity) - peak) for load in loads]
     if not room[0]:
         raise ValueError(f"{peak} bytes of saves alone are more than the load of {loads[0]}")
-    grown = [room[0], *(after - before for before, after in zip(room, room[1:], strict=False))]
+    grown = [room[0], *(after - before for before, after in itertools.pairwise(room))]
     kept = _milestones(chance, milestones, grown)
     planned = [Phase(None, kept[0], tuple(filling))]
     for load, more, phase in zip(loads, [(), *kept[1:]], phases, strict=True):
@@ -150,14 +151,13 @@ def _peak(saves: list[Save]) -> int:
     return peak
 
 
-def _milestones(
-    chance: random.Random, stream: Stream, sizes: list[int]
-) -> list[tuple[Save, ...]]:
+def _milestones(chance: random.Random, stream: Stream, sizes: list[int]) -> list[tuple[Save, ...]]:
     """Return, for each of the sizes, milestones that take so many bytes."""
     number = 0
     result: list[tuple[Save, ...]] = []
-    for left in sizes:
+    for size in sizes:
         saves: list[Save] = []
+        left = size
         while left > METADATA_SIZE + SHARDS * BLOCK:
             number += 1
             save = _save(chance, stream, number, min(stream.size, left - METADATA_SIZE))
