@@ -17,6 +17,14 @@ CONTROL = "/dev/virtio-ports/zns-vm.control"
 # Zone commands do not say which namespace they are for; the command before them in the trace does.
 TRACED = ("pci_nvme_io_cmd", "pci_nvme_reset_zone", "pci_nvme_zns_zone_reset")
 
+KERNEL_OPTIONS = (
+    *("console=ttyS0", "quiet", "mitigations=off", "nokaslr"),
+    # A kernel that panics stays there: if it rebooted, that would look like what tests do.
+    *("panic=0", "oops=panic"),
+    # Where the emulator has to wait for a CPU, time goes in leaps: no reason to give up.
+    *("no_timer_check", "nowatchdog", "rcupdate.rcu_cpu_stall_suppress=1"),
+)
+
 
 class Refused(ValueError):
     """A value that the devices cannot have."""
@@ -115,8 +123,7 @@ def qemu_command(
     command += ["-accel", "tcg,thread=multi", "-cpu", "max", "-smp", str(plan.cpus)]
     command += ["-m", f"{plan.memory_mib}M", "-kernel", str(kernel.image)]
     command += ["-initrd", str(kernel.initramfs)]
-    # A kernel that panics stays there: if it rebooted, that would look like what tests do.
-    command += ["-append", "console=ttyS0 quiet panic=0 oops=panic mitigations=off nokaslr"]
+    command += ["-append", " ".join(KERNEL_OPTIONS)]
     for name, number in ports.items():
         command += ["-chardev", f"socket,id={name},fd={number}"]
     command += ["-serial", "chardev:console", "-mon", "chardev=monitor,mode=control"]
