@@ -197,7 +197,7 @@ def by_system(records: list[Record], systems: list[str], capacity: int) -> str:
                 system,
                 f"{statistics.mean(fresh):.1%}" if fresh else "-",
                 "; ".join(failures) or "none",
-                (f"{right} MiB, {wrong} files wrong" if wrong else f"{right} MiB, all right")
+                (f"{right} MiB, wrong files: {wrong}" if wrong else f"{right} MiB, all right")
                 if checks
                 else "-",
             ]
