@@ -110,17 +110,19 @@ class Replay:
         failures = len(self.failures)
         all_kept = all(self.write(save) is not None for save in phase.milestones)
         all_kept = all_kept and self.settle()
-        before, written = self.counts(), self.written
+        before = after = self.counts()
+        written_before = written = self.written
         started = time.monotonic()
         seconds: list[float] = []
         for save in phase.saves if all_kept else ():
             taken = self.write(save)
             if taken is None:
                 break
-            seconds.append(taken)
             self.retire(save.stream)
             if not self.settle():
                 break
+            seconds.append(taken)
+            after, written = self.counts(), self.written  # what a failed save wrote is left out
         complete = all_kept and len(seconds) == len(phase.saves)
         self.tell(
             "phase",
@@ -129,10 +131,10 @@ class Replay:
             saves=len(seconds),
             complete=complete,
             failures=self.failures[failures:],
-            written=self.written - written,
+            written=written - written_before,
             elapsed_s=round(time.monotonic() - started, 1),
             durable_s=[round(taken, 4) for taken in seconds],
-            **asdict(self.counts() - before),
+            **asdict(after - before),
         )
         return complete
 
