@@ -70,10 +70,7 @@ class Emulated:
         return device
 
     async def reopen(self, device: Device) -> Device:
-        await device.aclose()
-        again = open_target(device.name)
-        await again.start()
-        return again
+        return await reopened(device)
 
 
 class Kernel:
@@ -87,7 +84,15 @@ class Kernel:
         await device.reset(range(geometry.zone_count))
         return await self.reopen(device)
 
-    reopen = Emulated.reopen
+    async def reopen(self, device: Device) -> Device:
+        return await reopened(device)
+
+
+async def reopened(device: Device) -> Device:
+    await device.aclose()
+    again = open_target(device.name)
+    await again.start()
+    return again
 
 
 def zoned_target(geometry: Geometry | None = None) -> str:

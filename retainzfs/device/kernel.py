@@ -80,9 +80,14 @@ class KernelDevice(DiskDevice):
         if not self._readonly:
             await self._let_go()
 
+    async def aclose(self) -> None:
+        if self._io is not None and not self._readonly and self._flush_error is None:
+            await self._let_go()
+        await super().aclose()
+
     async def _let_go(self) -> None:
-        """Close what a crash left open, as a power cycle does, and empty what holds no data: both
-        would keep a slot for nothing."""
+        """Close what is open, as a power cycle does, and empty what holds no data: both would keep
+        a slot for nothing, before the first append of a volume and behind the last."""
         try:
             for zone in self.report():
                 if zone.condition in OPEN:
