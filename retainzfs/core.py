@@ -153,6 +153,7 @@ class Core:
         Raises ForeignTarget, NewerFormat or Damaged, and then has changed nothing.
         """
         recovered = await recovery.recover(device)
+        await device.settle()
         async with trio.open_nursery() as nursery:
             volume = cls(device, options, recovered, nursery)
             if recovered.rolled_back:

@@ -43,13 +43,17 @@ async def format_volume(device: Device, uuid: bytes, now_ns: int) -> None:
     superblock = layout.Superblock(
         uuid, geometry.zone_size, geometry.zone_capacity, geometry.zone_count, reserved, 0, 1, 0
     )
-    report = device.report()
-    for zone in report[:reserved]:
+    for zone in device.report()[:reserved]:
         if zone.condition in journal.STUCK:
-            what = f"zone {zone.index} is {zone.condition.name.lower()}, and is needed for metadata"
-            raise errors.BadGeometry(device.name, what)
+            what = zone.condition.name.lower().replace("_", "-")
+            raise errors.BadGeometry(
+                device.name,
+                f"zone {zone.index} is {what}, and the first {reserved} zones are needed for"
+                " metadata; use another device",
+            )
+    await device.settle()
     keep = (Condition.EMPTY, *journal.STUCK)
-    used = [zone.index for zone in report if zone.condition not in keep]
+    used = [zone.index for zone in device.report() if zone.condition not in keep]
     if used:
         await device.reset(used)
     root = layout.InodeRecord(

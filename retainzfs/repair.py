@@ -50,6 +50,7 @@ async def _repair(device: Device, report: Report, archive: str | None) -> str:
         backup.save(device, written, report.as_dict(), name)
         mend_head(device.name, head_faults(device))
         if recovered is not None:
+            await device.settle()
             mender = Mender(recovered.namespace, time.time_ns())
             if not any(consistency.check(recovered.namespace)):
                 log = recovered.journal

@@ -209,9 +209,15 @@ async def _check_headless(device: Device, known: set[int], replay: Replay) -> No
 
 
 async def _check_remains(device: Device) -> None:
-    """Batches without any superblock are a volume all the same, and not to be formatted."""
+    """Batches without any superblock are a volume all the same, and not to be formatted. So may be
+    what an offline zone held."""
     for report in device.report()[: metadata_zones(device.geometry.zone_count)]:
-        if report.condition is Condition.OFFLINE or report.write_pointer < 2 * BLOCK:
+        if report.condition is Condition.OFFLINE:
+            raise errors.Damaged(
+                device.name,
+                f"metadata zone {report.index} is offline, and the others have no superblock",
+            )
+        if report.write_pointer < 2 * BLOCK:
             continue
         window = _Window(device, report.index, report.write_pointer)
         size = layout.batch_blocks(await window.read(BLOCK, BLOCK)) * BLOCK

@@ -50,9 +50,11 @@ def cache_directory() -> Path:
     return Path(base) / "retainzfs" / "zns-vm"
 
 
-def run(*command: str | Path, cwd: Path | None = None, stdin: bytes = b"") -> str:
+def run(*command: str | Path, cwd: Path | None = None) -> str:
     """Run a program and return what it printed; what it complained about is in the error."""
-    done = subprocess.run(command, input=stdin, cwd=cwd, capture_output=True, check=False)
+    done = subprocess.run(
+        command, stdin=subprocess.DEVNULL, cwd=cwd, capture_output=True, check=False
+    )
     if done.returncode != 0:
         said = done.stderr.decode(errors="replace").strip()
         raise KernelError(f"{' '.join(map(str, command))}: exit code {done.returncode}: {said}")
@@ -60,7 +62,7 @@ def run(*command: str | Path, cwd: Path | None = None, stdin: bytes = b"") -> st
 
 
 def newest_kernel(wanted: str, cache: Path) -> Kernel:
-    """Return the newest kernel of this version, fetched if the cache lacks it."""
+    """Return the newest kernel of this version (or "backports"), fetched if the cache lacks it."""
     cache.mkdir(parents=True, exist_ok=True)
     package, apt = image_package(wanted, cache)
     version = package.removeprefix(IMAGE)
@@ -80,7 +82,7 @@ def newest_kernel(wanted: str, cache: Path) -> Kernel:
 
 def remove_unused(cache: Path) -> None:
     """Remove what no run has asked for in a while, half-made kernels among it."""
-    for entry in cache.iterdir():
+    for entry in cache.glob("*.*"):  # but for apt's lists
         with suppress(FileNotFoundError):
             if time.time() - entry.stat().st_mtime > UNUSED_S:
                 shutil.rmtree(entry, ignore_errors=True)
@@ -99,7 +101,7 @@ def image_package(wanted: str, cache: Path) -> tuple[str, list[str]]:
         apt = backports_options(cache) if backports else []
         package = newest_package(apt)
         version = package.removeprefix(IMAGE)
-        if f"{version}.".startswith(f"{wanted}."):
+        if f"{version}.".startswith(f"{wanted}.") or (backports and wanted == "backports"):
             return package, apt
         offered.append(version)
     raise KernelError(f"Debian has no kernel {wanted}, but {' and '.join(offered)}")

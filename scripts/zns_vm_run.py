@@ -23,12 +23,19 @@ FAILED, TIMED_OUT = 125, 124
 HIDDEN = (Path("/tmp"), Path("/var/tmp"), Path("/run"))  # temporary filesystems of the guest
 NAMESPACE = "SIZE:ZONE_SIZE:ZONE_CAPACITY:MAX_OPEN:MAX_ACTIVE"
 NULL_BLK = "SIZE:ZONE_MIB:CAPACITY_MIB:MAX_OPEN:MAX_ACTIVE:CONVENTIONAL_ZONES"
+# What the device tests want beside the first one: zones that are soon full, few slots, no limits.
+SMALL = [
+    Namespace(4 << 20, 256 << 10, 256 << 10, 4, 6),
+    Namespace(8 << 20, 512 << 10, 256 << 10, 4, 6),
+    Namespace(4 << 20, 256 << 10, 256 << 10, 0, 0),
+]
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 DESCRIPTION = """
-Runs a command as root in a virtual machine that has zoned devices: by default one NVMe ZNS
-namespace. The machine is emulated (no KVM), boots in a few seconds, and runs programs 10 to 20
-times slower than this one. It needs Debian, and root to install packages that are missing.
+Runs a command as root in a virtual machine that has zoned devices: by default an NVMe ZNS
+namespace for a filesystem and small ones for the device tests. The machine is emulated (no KVM),
+boots in a few seconds, and runs programs 10 to 20 times slower than this one. It needs Debian, and
+root to install packages that are missing.
 """
 EPILOG = """
 The command finds this machine's files, its environment and its working directory, and may change
@@ -103,7 +110,12 @@ def parser() -> argparse.ArgumentParser:
     )
     add_devices(made.add_argument_group("devices"))
     add = made.add_argument_group("the machine").add_argument
-    add("--kernel", default="6.1", metavar="VERSION", help="Debian's, or 6.12 of backports (6.1)")
+    add(
+        "--kernel",
+        default="6.1",
+        metavar="VERSION",
+        help="6.1, or 6.12 of Debian's backports (6.1)",
+    )
     add("--modules", default="", metavar="NAMES", help="to load, separated by commas")
     add("--memory", type=size, default="2G", metavar="SIZE", help="(%(default)s)")
     add("--cpus", type=number, default=2, metavar="N", help="(%(default)s)")
@@ -125,7 +137,12 @@ def add_devices(group: argparse._ArgumentGroup) -> None:
     add("--max-active", type=number, default=14, metavar="ZONES", help="(%(default)s); 0: no limit")
     add("--block-size", type=int, choices=(512, 4096), default=4096, help="(%(default)s)")
     for name, made, form, what in (
-        ("--namespace", namespace, NAMESPACE, "another zoned namespace"),
+        (
+            "--namespace",
+            namespace,
+            NAMESPACE,
+            "a zoned namespace, not the small ones",
+        ),
         ("--conventional", size, "SIZE", "a namespace without zones"),
         ("--null-blk", null_blk, NULL_BLK, "a zoned null_blk device, which is in memory"),
     ):
@@ -137,13 +154,14 @@ def plan(given: argparse.Namespace, directory: Path, temporary: Path) -> Plan:
     environment = {name: value for name, value in os.environ.items() if name != "TMPDIR"}
     limits = (given.max_open, given.max_active)
     main_namespace = Namespace(given.size, given.zone_size, given.zone_capacity, *limits)
+    more = given.namespace or ([] if given.null_blk else SMALL)
     made = Plan(
         command=given.command,
         environment=environment,
         directory=directory,
         kept=kept_paths(given.command, environment, directory),
         shared=(given.share or temporary).absolute(),
-        zoned=[*([main_namespace] if given.size else []), *given.namespace],
+        zoned=[*([main_namespace] if given.size else []), *more],
         conventional=[Namespace(each) for each in given.conventional],
         null_blks=given.null_blk,
         block_size=given.block_size,

@@ -11,8 +11,9 @@ import subprocess
 import sys
 import tempfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 from hypothesis import settings
@@ -26,7 +27,9 @@ settings.register_profile("nightly", print_blob=True)  # tests that know it draw
 
 IMAGE_SIZE = 256 << 20  # bytes; sparse
 COMMAND = (sys.executable, "-m", "retainzfs")
-PATIENCE_S = 20.0  # for what takes well under a second on an idle machine
+SLOW = 10.0 if "ZNS_VM" in os.environ else 1.0  # an emulated machine is slower by this
+PATIENCE_S = 20.0 * SLOW  # for what takes well under a second on an idle machine
+COMMAND_S = 60.0 * SLOW
 
 
 def retainzfs(*arguments: str | os.PathLike[str]) -> subprocess.CompletedProcess[str]:
@@ -35,7 +38,7 @@ def retainzfs(*arguments: str | os.PathLike[str]) -> subprocess.CompletedProcess
         [*COMMAND, *map(str, arguments)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=COMMAND_S,
         check=False,
     )
 
@@ -44,12 +47,16 @@ class Live:
     """A target and a directory where it is, or can be, mounted."""
 
     def __init__(self, base: Path, size: int = IMAGE_SIZE, zone_size: int | None = None) -> None:
+        self.base = base
         self.image = base / "image"
         self.path = base / "mount"
         self.log = base / "log"
         self.path.mkdir()
         self.expected: list[str] = []  # patterns of ERROR lines that the test provokes
-        mkfs.make(str(self.image), size=size, zone_size=zone_size)
+        self.format(size, zone_size)
+
+    def format(self, size: int, zone_size: int | None = None) -> None:
+        mkfs.make(str(self.image), size=size, zone_size=zone_size, force=True)
 
     def mount(self, options: str = "", patch: str = "") -> None:
         """Mount with the command. `patch` is Python that runs in the daemon before that."""
@@ -59,7 +66,7 @@ class Live:
         subprocess.run(
             [*(run if patch else COMMAND), *arguments],
             check=True,
-            timeout=60,
+            timeout=COMMAND_S,
         )
         self.check()
 
@@ -105,12 +112,22 @@ class Live:
         raise AssertionError(f"{self.path} had to be unmounted by force")
 
 
+L = TypeVar("L", bound=Live)
+
+
+def living(
+    size: int = IMAGE_SIZE, zone_size: int | None = None
+) -> contextlib.AbstractContextManager[Live]:
+    return looked_after(lambda base: Live(base, size, zone_size))
+
+
 @contextlib.contextmanager
-def living(size: int = IMAGE_SIZE, zone_size: int | None = None) -> Iterator[Live]:
+def looked_after(make: Callable[[Path], L]) -> Iterator[L]:
+    """Make it in a directory of its own; at the end unmount it, and look at its log."""
     # Not pytest's tmp_path: nobody else may look into that, and some tests are somebody else.
     with tempfile.TemporaryDirectory(prefix="retainzfs-test-") as base:
         Path(base).chmod(0o755)
-        live = Live(Path(base), size, zone_size)
+        live = make(Path(base))
         try:
             yield live
         finally:
@@ -166,7 +183,7 @@ def run_python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-c", code, *arguments],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=COMMAND_S,
         check=False,
     )
 

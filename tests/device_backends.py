@@ -92,6 +92,7 @@ async def reopened(device: Device) -> Device:
     await device.aclose()
     again = open_target(device.name)
     await again.start()
+    await again.settle()
     return again
 
 

@@ -7,6 +7,7 @@ down what was promised to it (see `promises`). Ends with 0 when the mount is dea
 from __future__ import annotations
 
 import errno
+import json
 import mmap
 import os
 import random
@@ -18,13 +19,14 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Final
 
-from tests.promises import Record
+from tests.promises import History, Record, checksum
 
 PAGE: Final = 4096
 KEPT: Final = 2  # generations
 SAVE_MIN: Final = 100 * PAGE  # bytes
 SHARDS: Final = ("__0_0.distcp", "__1_0.distcp", "__2_0.distcp", ".metadata")
 WORD: Final = 8  # bytes that a store changes at once
+SAVING: Final = "saving"  # the note: a path, and what its files are going to hold
 
 Program = Callable[[Path, Record, random.Random], None]
 
@@ -37,6 +39,7 @@ def saves(root: Path, record: Record, rng: random.Random) -> None:
             record.will(path, None)
         path = run / f"step-{_next_number(run)}.msgpack"
         data = rng.randbytes(rng.randrange(SAVE_MIN, SAVE_MIN + 10 * PAGE))
+        _announce(record, path, {path: data})
         record.doubt(path)
         path.write_bytes(data)
         record.did(path, data)
@@ -51,14 +54,17 @@ def sharded_saves(root: Path, record: Record, rng: random.Random) -> None:
                 record.will(path / name, None)
         directory = run / f"step-{_next_number(run)}"
         directory.mkdir()
-        for name in SHARDS[:-1]:
-            _synced(directory / name, rng.randbytes(20 * PAGE + 1), record)
-        data = rng.randbytes(1000)
+        *shards, marker = (directory / name for name in SHARDS)
+        contents = {path: rng.randbytes(20 * PAGE + 1) for path in shards}
+        contents[marker] = data = rng.randbytes(1000)
+        _announce(record, directory, contents)
+        for path in shards:
+            _synced(path, contents[path], record)
         beside = directory / ".metadata.tmp"
         beside.write_bytes(data)
-        record.doubt(directory / ".metadata")
-        beside.rename(directory / ".metadata")
-        record.did(directory / ".metadata", data)
+        record.doubt(marker)
+        beside.rename(marker)
+        record.did(marker, data)
 
 
 def settings(root: Path, record: Record, rng: random.Random) -> None:
@@ -122,6 +128,30 @@ def deletions(root: Path, record: Record, rng: random.Random) -> None:
             for path in gone:
                 record.did(path, None)
             os.setxattr(root, "user.retainz.gc", b"1")
+
+
+def unfinished(root: Path, history: History) -> list[str]:
+    """Return the saves that count as complete and are not, bit for bit, what was to be saved."""
+    announced: dict[str, dict[str, str]] = {}  # the newest attempt counts
+    for save, contents in history.noted(SAVING):
+        announced[save] = contents
+    broken = []
+    for run in (root / "files", root / "shards"):
+        for row in json.loads(os.getxattr(run, "user.retainz.generations")) if run.exists() else ():
+            if row["state"] != "complete":
+                continue
+            [save] = [path for path in run.iterdir() if _number(path) == row["number"]]
+            for name, told in announced[str(save.relative_to(root))].items():
+                path = root / name
+                if not path.exists() or checksum(path.read_bytes()) != told:
+                    broken.append(f"{save} counts as complete, but {name} is not as it was saved")
+    return broken
+
+
+def _announce(record: Record, save: Path, contents: dict[Path, bytes]) -> None:
+    """Note what the files of a save are going to hold."""
+    told = {record.name(path): checksum(data) for path, data in contents.items()}
+    record.note(SAVING, record.name(save), told)
 
 
 def _stream(directory: Path) -> Path:
@@ -188,8 +218,8 @@ def _run(program: Program, root: Path, records: Path, seed: str) -> int:
     return 1
 
 
-def main() -> int:
-    root, records, seed = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+def start(root: Path, records: Path, seed: str) -> dict[int, Program]:
+    """Fork a process for each program; return which is which."""
     children = {}
     for program in PROGRAMS:
         child = os.fork()
@@ -201,6 +231,11 @@ def main() -> int:
                 sys.stderr.flush()
                 os._exit(code)
         children[child] = program
+    return children
+
+
+def main() -> int:
+    children = start(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])
     failed = False
     while children:
         child, status = os.wait()

@@ -6,7 +6,8 @@ A record is a file with a JSON line for each of these, about a whole file or a p
 - `will`: what was there before, or this;
 - `did`: this, and nothing else. Said when the call that promises it has returned.
 
-A line is one write(2), so it is there when its writer has been killed.
+A line is one write(2), so it is there when its writer has been killed. Whole machines may die while
+they write one: then nobody was told that it is there, and it does not count.
 """
 
 from __future__ import annotations
@@ -55,8 +56,11 @@ class Record:
         """Write down something else, for `History.notes`."""
         os.write(self._fd, json.dumps([what, *values]).encode() + b"\n")
 
+    def name(self, path: Path) -> str:
+        return str(path.relative_to(self._root))
+
     def _piece(self, path: Path, data: bytes | None, offset: int | None) -> Piece:
-        name = str(path.relative_to(self._root))
+        name = self.name(path)
         return Piece(name) if offset is None else Piece(name, offset, len(data or b""))
 
 
@@ -68,15 +72,31 @@ class History:
     allowed: dict[Piece, set[str] | None] = field(default_factory=dict)  # None: anything
     notes: list[list[Any]] = field(default_factory=list)
     promised: int = 0  # how often something was
+    compared: int = 0  # bytes that were found as they were promised
     _read: dict[Path, int] = field(default_factory=dict)  # bytes of each record
 
     def read(self, *records: Path) -> None:
         """Take in what the records say since they were last read."""
         for record in records:
             data = record.read_bytes()[self._read.get(record, 0) :] if record.exists() else b""
+            data = data[: data.rfind(b"\n") + 1]
             self._read[record] = self._read.get(record, 0) + len(data)
             for line in data.splitlines():
                 self._take(json.loads(line))
+
+    def noted(self, what: str) -> list[list[Any]]:
+        return [values for kind, *values in self.notes if kind == what]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all that is known, for `from_json`; records are read from their start then."""
+        allowed = [[*piece, told and sorted(told)] for piece, told in self.allowed.items()]
+        return {"allowed": allowed, "notes": self.notes, "promised": self.promised}
+
+    @classmethod
+    def from_json(cls, root: Path, told: dict[str, Any]) -> History:
+        pieces = ((Piece(*piece), values) for *piece, values in told["allowed"])
+        allowed = {piece: None if values is None else set(values) for piece, values in pieces}
+        return cls(root, allowed, told["notes"], told["promised"])
 
     def _take(self, line: list[Any]) -> None:
         what, *values = line
@@ -105,6 +125,8 @@ class History:
             if allowed is not None and found not in allowed:
                 size = "nothing" if data is None else f"{len(data)} other bytes"
                 broken.append(f"{piece}: found {size}; {len(allowed)} contents are allowed")
+            elif allowed is not None and data is not None:
+                self.compared += len(data)
             self.allowed[piece] = {found}
         return broken
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from retainzfs.device.kernel import Found, geometry_of, ranges, usable
-from retainzfs.device.protocol import Geometry
+from retainzfs.device.kernel import Found, condition_of, geometry_of, ranges, usable
+from retainzfs.device.protocol import Condition, Geometry
 from retainzfs.device.sysfs import BlockDevice
 from retainzfs.errors import BadGeometry, WriteOrder
 
@@ -28,6 +28,7 @@ SIZE, CAPACITY = 4 << 20, 3 << 20
 def disk(path: Path, **attributes: str | None) -> BlockDevice:
     """A disk of sysfs; an attribute of None is one that the kernel does not have."""
     (path / "queue").mkdir(parents=True)
+    (path / "mq").mkdir()
     for name, value in {**ZNS, **attributes}.items():
         if value is not None:
             (path / "queue" / name).write_text(f"{value}\n")
@@ -105,12 +106,32 @@ def test_a_scheduler_that_is_not_taken(tmp_path: Path) -> None:
     )
 
 
+def test_a_driver_without_queues_needs_no_scheduler(tmp_path: Path) -> None:
+    found = disk(tmp_path / "nullb0", scheduler="none")
+    (tmp_path / "nullb0/mq").rmdir()
+    assert found.keep_order("target", OLD) == []
+
+
 def test_a_mapped_device_goes_by_the_disks_below_it(tmp_path: Path) -> None:
     mapped = disk(tmp_path / "dm-0", scheduler="none")
+    (tmp_path / "dm-0/mq").rmdir()
     (tmp_path / "dm-0/slaves").mkdir()
     disk(tmp_path / "nvme0n1")
     (tmp_path / "dm-0/slaves/nvme0n1").symlink_to(tmp_path / "nvme0n1")
     assert mapped.keep_order("target", OLD) == []
+
+
+def test_a_namespace_of_several_controllers_goes_by_its_paths(tmp_path: Path) -> None:
+    head = disk(tmp_path / "nvme-subsys0/nvme0n1", scheduler="none")
+    (head.path / "mq").rmdir()
+    for controller, scheduler in (("nvme0", "[mq-deadline] none"), ("nvme1", "[none]")):
+        path = tmp_path / f"pci/{controller}/nvme0c{controller[-1]}n1"
+        disk(path, scheduler=scheduler)
+        (tmp_path / "nvme-subsys0" / controller).symlink_to(path.parent)
+    (tmp_path / "block").mkdir()
+    (tmp_path / "block/nvme0n1").symlink_to(head.path)
+    with pytest.raises(WriteOrder, match="nvme1/nvme0c1n1/queue/scheduler"):
+        BlockDevice(tmp_path / "block/nvme0n1").keep_order("target", OLD)
 
 
 # --- zones --------------------------------------------------------------------------------------
@@ -176,3 +197,12 @@ def test_adjacent_zones_are_reset_at_once(
     reset: list[int], commands: list[tuple[int, int]]
 ) -> None:
     assert list(ranges(reset)) == commands
+
+
+@pytest.mark.parametrize(
+    ("number", "condition"),
+    [(1, Condition.EMPTY), (14, Condition.FULL), (5, Condition.READ_ONLY)],
+)
+def test_a_condition_that_we_do_not_know_is_read_only(number: int, condition: Condition) -> None:
+    [zone] = zones("S")
+    assert condition_of(zone._replace(condition=number)) is condition

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from retainzfs.device import BLOCK, Condition, Device, Geometry, create_target, open_target
+from retainzfs.device import BLOCK, Condition, Device, Geometry, create_target, open_target, targets
 from retainzfs.device.contents import MAGICS, Magic
 from retainzfs.device.memory import MemoryDevice
 from retainzfs.device.targets import plan_geometry
@@ -308,6 +308,19 @@ def test_busy(tmp_path: Path) -> None:
     for reader in readers:
         reader.close()
     open_target(str(path)).close()
+
+
+def test_a_partition_of_a_zoned_disk(
+    loop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over a tree like that of sysfs: kernels make no such partition since they know such disks."""
+    for name, value in (("sdz/queue/zoned", "host-managed"), ("sdz/sdz1/partition", "1")):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text(value)
+    monkeypatch.setattr(targets, "directory", lambda _: tmp_path / "sdz/sdz1")
+    for call in (open_target, create_target):
+        with pytest.raises(UsageError, match="partition of a zoned disk; give the disk, /dev/sdz"):
+            call(str(loop))
 
 
 # --- what a target holds ------------------------------------------------------------------------

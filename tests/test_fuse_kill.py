@@ -37,6 +37,7 @@ def test_promises_outlive_kills_at_random_moments(fresh: Live) -> None:
         seed = f"{SEED}, kill {kill}"
         fresh.mount()
         assert history.compare() == [], f"seed {seed}"
+        assert programs.unfinished(fresh.path, history) == [], f"seed {seed}"
         command = [sys.executable, "-m", "tests.programs", str(fresh.path), str(records), seed]
         running = subprocess.Popen(command)
         time.sleep(rng.uniform(0.2, LIFE_MAX_S))  # no event: a random moment is the point

@@ -243,6 +243,13 @@ async def test_an_offline_metadata_zone_matters_only_if_the_log_needs_it() -> No
         assert {name for name, _ in volume.entries(ROOT)} == {b"f", b"g"}
 
 
+async def test_a_volume_whose_only_metadata_zone_is_offline_is_not_to_be_formatted() -> None:
+    device = await formatted(small_device())
+    device.turn(head(device), Condition.OFFLINE)
+    with pytest.raises(Damaged, match="zone 0 is offline, and the others have no superblock"):
+        await journal.scan(device)
+
+
 async def fill_log(log: journal.Journal, position: int) -> None:
     record = layout.encode(layout.ZoneRecord(9, 1))
     while log.position < position:

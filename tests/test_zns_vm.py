@@ -16,6 +16,9 @@ from zns_vm_machine import Output
 from zns_vm_plan import Namespace, NullBlk, Plan, Refused, job, qemu_command
 from zns_vm_run import kept_paths, parser, plan
 
+from retainzfs.device import Geometry
+from tests.device_backends import CAPACITY_BELOW_SIZE, GEOMETRY, NO_LIMITS
+
 pytestmark = pytest.mark.pure
 
 MIB = 1 << 20
@@ -27,9 +30,14 @@ def planned(*arguments: str, temporary: Path = Path("/")) -> Plan:
     return plan(given, Path("/"), temporary)
 
 
-def test_the_defaults_are_one_zoned_namespace() -> None:
+def test_by_default_there_is_a_namespace_for_a_filesystem_and_what_the_device_tests_want() -> None:
     made = planned()
-    assert made.namespaces == [Namespace(512 * MIB, 4 * MIB, 3 * MIB, 8, 14)]
+    assert made.namespaces[0] == Namespace(512 * MIB, 4 * MIB, 3 * MIB, 8, 14)
+    small = [
+        Geometry(n.zone_size, n.zone_capacity, n.size // n.zone_size, n.max_open, n.max_active)
+        for n in made.namespaces[1:]
+    ]
+    assert small == [GEOMETRY, CAPACITY_BELOW_SIZE, NO_LIMITS]
     assert (made.block_size, made.null_blks, made.command) == (4096, [], ["true"])
 
 

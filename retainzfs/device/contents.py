@@ -123,6 +123,16 @@ def _device_user(device: Path) -> str | None:
     return None
 
 
+def server(path: str) -> str | None:
+    """Where a retainzfs serves the target, by the mount table alone: it may have died."""
+    real = os.path.realpath(path)
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        fields, _, (kind, source, *_) = (part.split() for part in line.partition(" - "))
+        if kind == "fuse.retainzfs" and os.path.realpath(_unescaped(source)) == real:
+            return f"mounted on {_unescaped(fields[4])}"
+    return None
+
+
 def _ext(start: bytes) -> str | None:
     offset, value = _EXT_MAGIC
     if start[offset : offset + len(value)] != value:

@@ -171,8 +171,8 @@ def set_direct(fd: int) -> bool:
         fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)
         os.preadv(fd, [Slot(BLOCK)], 0)
     except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-        fcntl.fcntl(fd, fcntl.F_SETFL, flags)
-        return False
+        # Any other error is about these bytes only, which nobody may need.
+        if error.errno == errno.EINVAL:
+            fcntl.fcntl(fd, fcntl.F_SETFL, flags)
+            return False
     return True

@@ -61,6 +61,9 @@ class EmulatedDevice(DiskDevice):
         self._discarding: tuple[int, trio.Event] | None = None
         self._statistics["discarded_bytes"] = 0
 
+    async def settle(self) -> None:
+        """Reading the states has closed what was open."""
+
     async def ready(self, zone: int) -> None:
         if self._discarding is not None and not self._is_ready(zone):
             await self._discarding[1].wait()

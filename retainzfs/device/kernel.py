@@ -18,6 +18,7 @@ import errno
 import logging
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from itertools import groupby
 from typing import NamedTuple
 
@@ -27,7 +28,7 @@ from retainzfs.device.disk import DiskDevice, set_direct
 from retainzfs.device.protocol import BLOCK, OPEN, Condition, Geometry, ZoneReport
 from retainzfs.device.rules import Pending, ZoneRules
 from retainzfs.device.sysfs import BlockDevice, directory
-from retainzfs.errors import BadGeometry, DeviceError
+from retainzfs.errors import BadGeometry, DeviceError, RetainzError
 
 log = logging.getLogger(__name__)
 
@@ -71,31 +72,42 @@ class KernelDevice(DiskDevice):
                 log.info("%s: set the scheduler of %s, which keeps writes in order", name, disk)
         set_direct(fd)
         self._volatile = block_device.volatile_cache
+        self._settled = False
         self.rules = ZoneRules(name, self.geometry)
         for zone in self._report(range(self.geometry.zone_count)):
             self.rules.adopt(*zone[:3])
 
-    async def start(self) -> None:
-        await super().start()
-        if not self._readonly:
-            await self._let_go()
+    async def settle(self) -> None:
+        await self._let_go()
+        self._settled = True
 
     async def aclose(self) -> None:
-        if self._io is not None and not self._readonly and self._flush_error is None:
+        if self._settled and self._io is not None and self._flush_error is None:
             await self._let_go()
         await super().aclose()
 
     async def _let_go(self) -> None:
         """Close what is open, as a power cycle does, and empty what holds no data: both would keep
-        a slot for nothing, before the first append of a volume and behind the last."""
+        a slot for nothing, before the first append of a volume and behind the last. So would a zone
+        that is written up to the middle of a block: no append can go on there."""
+        self.report()  # the view follows
         try:
-            for zone in self.report():
+            found = self._found(range(self.geometry.zone_count))
+        except OSError as error:
+            log.warning("%s; its zones keep their slots", self._error("report of zones", error))
+            return
+        for index, zone in enumerate(found):
+            try:
                 if zone.condition in OPEN:
-                    await self.close_zone(zone.index)
-            closed = [zone for zone in self.report() if zone.condition == Condition.CLOSED]
-            await self.reset([zone.index for zone in closed if not zone.write_pointer])
-        except DeviceError as error:
-            log.warning("%s; the zone keeps a slot", error)
+                    await self.close_zone(index)
+                if self.rules.states[index].condition != Condition.CLOSED:
+                    continue
+                if zone.pointer % BLOCK:
+                    await self.finish(index)
+                elif zone.pointer == zone.start:
+                    await self.reset([index])
+            except RetainzError as error:
+                log.warning("%s; the zone keeps a slot", error)
 
     # --- zones ----------------------------------------------------------------------------------
 
@@ -118,10 +130,19 @@ class KernelDevice(DiskDevice):
                 for first, count in ranges(held):
                     await io.reset(self._fd, self.address(first), count * size)
         except OSError as error:
+            await self._reset_each(io, held)
             self._told(range(min(held), max(held) + 1))
             raise self._error(f"reset of {len(held)} zones", error) from error
         self.rules.reset(held)
         self._statistics["resets"] += len(held)
+
+    async def _reset_each(self, io: AsyncEngine, zones: Sequence[int]) -> None:
+        """Reset those that can be reset. Where one failed among several, the kernel (6.12) believes
+        of others that they were not reset either, and refuses writes to them."""
+        with self.rules.running(*zones):
+            for zone in zones:
+                with suppress(OSError):
+                    await io.reset(self._fd, self.address(zone), self.geometry.zone_size)
 
     async def finish(self, zone: int) -> None:
         io = self._writing("finish")
@@ -173,19 +194,28 @@ class KernelDevice(DiskDevice):
         try:
             found = list(self._report(zones))
         except OSError as error:
-            log.error("%s: no report of its zones: %s", self.name, os.strerror(error.errno or 0))
+            if not self._gone():  # whoever used it then hears that from its own command
+                log.error("%s: no report of its zones: %s", self.name, error.strerror)
             return self.rules.report()[zones.start : zones.stop]
         for zone in found:
             self.rules.adopt(*zone[:3])
         return found
 
     def _report(self, zones: range) -> Iterator[ZoneReport]:
-        found = report_zones(self._fd, self.address(zones.start), len(zones))
-        for index, zone in zip(zones, map(Found._make, found), strict=True):
-            assert zone.start == self.address(index), f"zone {index} has moved"
-            condition = Condition(zone.condition)
-            pointer = zone.capacity if condition in BARE else zone.pointer - zone.start
+        for index, zone in zip(zones, self._found(zones), strict=True):
+            condition = condition_of(zone)
+            written = zone.pointer - zone.start
+            # An append that failed may have ended between two blocks; no byte of that one counts.
+            pointer = zone.capacity if condition in BARE else written - written % BLOCK
             yield ZoneReport(index, condition, pointer, zone.capacity)
+
+    def _found(self, zones: range) -> list[Found]:
+        found = [Found(*z) for z in report_zones(self._fd, self.address(zones.start), len(zones))]
+        if len(found) < len(zones):  # a device that was removed has no zones, and no error
+            raise OSError(errno.ENODEV, os.strerror(errno.ENODEV))
+        for index, zone in zip(zones, found, strict=True):
+            assert zone.start == self.address(index), f"zone {index} has moved"
+        return found
 
     def _gone(self) -> bool:
         return not self._sysfs.exists()
@@ -195,10 +225,19 @@ class KernelDevice(DiskDevice):
         return super()._error(what, OSError(error.errno, words) if words else error)
 
 
+def condition_of(zone: Found) -> Condition:
+    """One that a newer kernel knows and we do not is a reason not to write there."""
+    known = zone.condition in Condition.__members__.values()
+    return Condition(zone.condition) if known else Condition.READ_ONLY
+
+
 def written_at_start(fd: int) -> int:
-    """Bytes at the start of the device that may hold something."""
+    """Bytes at the start of the device that may hold something, and can be read."""
     [first] = map(Found._make, report_zones(fd, 0, 1))
-    return first.length if first.type == CONVENTIONAL else first.pointer - first.start
+    if condition_of(first) is Condition.OFFLINE:
+        return 0
+    bare = first.type == CONVENTIONAL or condition_of(first) in BARE
+    return first.capacity if bare else first.pointer - first.start
 
 
 def usable(zones: Sequence[Found]) -> Sequence[Found]:

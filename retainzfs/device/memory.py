@@ -38,6 +38,9 @@ class MemoryDevice:
     async def start(self) -> None:
         self.rules.power_cycle()
 
+    async def settle(self) -> None:
+        """A power cycle leaves no zone open."""
+
     async def aclose(self) -> None:
         self.close()
 

@@ -107,6 +107,10 @@ class Device(Protocol):
     async def start(self) -> None:
         """Start the I/O threads. Before any operation below, inside a trio run."""
 
+    async def settle(self) -> None:
+        """Take care of zones that a crash has left open. Before the first command that changes
+        something, and only on a target that is known to be ours."""
+
     async def aclose(self) -> None:
         """Wait for what is running, stop the threads, let the target go. Does not flush."""
 

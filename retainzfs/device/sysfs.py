@@ -54,6 +54,12 @@ class BlockDevice:
         """Whether what was written may still be in a cache that a power cut empties."""
         return self._text("write_cache", "write back") != "write through"
 
+    @property
+    def queued(self) -> bool:
+        """Whether requests wait in queues, from which they may leave in another order. Without
+        queues the driver gets the writes one by one as they are submitted ("bio-based")."""
+        return (self.disk / "mq").exists()
+
     def keep_order(self, name: str, release: str) -> list[str]:
         """See to it that the kernel `release` keeps the writes to a zone in order.
 
@@ -65,13 +71,22 @@ class BlockDevice:
 
     def _leaves(self) -> list["BlockDevice"]:
         """The disks that a mapped device (dm-linear and the like) consists of, or itself."""
-        below = sorted(self.disk.glob("slaves/*"))
+        below = sorted(self.disk.glob("slaves/*")) or self._nvme_paths()
         if not below:
             return [BlockDevice(self.disk)]
         return [leaf for path in below for leaf in BlockDevice(path)._leaves()]
 
+    def _nvme_paths(self) -> list[Path]:
+        """The hidden disks of an NVMe namespace that controllers can share ("native multipath"):
+        one for each controller, nvme0c3n1 where the namespace is nvme0n1. It has no queues."""
+        disk = self.disk.resolve()
+        found = re.fullmatch(r"(nvme\d+)(n\d+)", disk.name)
+        return sorted(disk.parent.glob(f"nvme*/{found[1]}c*{found[2]}")) if found else []
+
     def _schedule(self, name: str) -> bool:
         """Use the ordering scheduler; returns whether that was a change."""
+        if not self.queued:
+            return False
         file = self.disk / "queue/scheduler"
         if (now := self._scheduler()) == ORDERING:
             return False

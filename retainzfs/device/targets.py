@@ -297,7 +297,8 @@ def _is_zoned(target: str, fd: int) -> bool:
 def _user(target: str) -> str:
     fd = os.open(target, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        return contents.users(fd, target) or "opened exclusively by another program"
+        user = contents.users(fd, target) or contents.server(target)
+        return user or "opened exclusively by another program"
     finally:
         os.close(fd)
 
