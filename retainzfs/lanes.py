@@ -203,7 +203,7 @@ class Lanes:
         waiting = self._waiting()
         mine = table.group(kind)
         fresh = table.empty_available
-        if table.active_data() >= table.limits.total:
+        if fresh and table.active_data() >= table.limits.total:
             fresh -= 1  # opening a zone finishes another, and strands its tail
         left = 0
         for group in self._groups:

@@ -254,7 +254,8 @@ class Stream:
         if stage.open is not None:
             self._open.move_to_end(id(stage.open.run))
             return stage.open
-        if large or stage.shared + nbytes > SHARED_MAX:
+        # Copies always share: a trailer for each file would undo what collection has gained.
+        if not lane.copies and (large or stage.shared + nbytes > SHARED_MAX):
             opened = await self._new(lane)
             stage.open, opened.stage = opened, stage
             return opened

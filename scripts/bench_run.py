@@ -13,6 +13,8 @@ Exit code 1 when a goal is missed.
              loop device on the same disk (needs root) and the null pyfuse3 filesystem, which shows
              how much of the time is FUSE's
     planning where the bytes of one generation go, by bench_planning.py
+
+`scripts/bench zoned` is a comparison of its own, on a zoned device: scripts/bench zoned --help
 """
 
 from __future__ import annotations

@@ -70,3 +70,23 @@ async def test_finishing_waits_for_what_was_promised() -> None:
         await volume.fsync(other)
         assert zones_of(volume, other).isdisjoint({index})
         assert volume.stream.write_errors == 0
+
+
+@pytest.mark.volume
+async def test_tails_are_filled_without_copies_when_no_zone_is_empty_and_no_slot_free() -> None:
+    device = await formatted(small_device(zones=24, max_active=8))
+    async with mounted(device) as volume:
+        for number in range(64):
+            # Lifetimes so far apart that each wants a zone of its own.
+            name = b"run%d" % number
+            directory = (await volume.make(ROOT, name, DIRECTORY, 0, 0)).ino
+            await volume.setxattr(directory, b"user.retainz.cadence", b"60")
+            await volume.setxattr(directory, b"user.retainz.keep_last", b"%d" % (10 * 2**number))
+            await put(volume, directory, b"step-1.pt", b"x" * (100 << 10))
+            if not volume.table.empty_available:
+                break
+        assert volume.table.active_data() == volume.table.limits.total
+        tails = sum(zone.tail for zone in volume.table.partial(Kind.FINITE))
+        assert tails > 200 << 10
+        await put(volume, directory, b"step-2.pt", b"y" * (tails - (64 << 10)))
+        assert (volume.reclaim.collections, volume.lanes.emergencies) == (0, 0)

@@ -76,6 +76,24 @@ async def test_collection_moves_what_lives_and_changes_no_file() -> None:
             assert await content(volume, ino) == data
 
 
+async def test_copies_of_large_files_share_a_trailer() -> None:
+    """With one for each file, collection would not gain what it was started for, and never end."""
+    device = await formatted(small_device(zones=16, zone_size=4 << 20))
+    async with mounted(device) as volume:
+        kept = []
+        for number in range(12):
+            ino = await put(volume, ROOT, b"f%d" % number, bytes([number]) * (320 << 10))
+            await volume.fsync(ino)  # each has a run of its own
+            kept.append(ino)
+        for number in range(8):
+            await volume.unlink(ROOT, b"f%d" % number)
+        assert (await volume.reclaim.collect())["copied_bytes"] == 4 * (320 << 10)
+        (index,) = set().union(*(zones_of(volume, ino) for ino in kept[8:]))
+        assert volume.table[index].totals().dead == BLOCK
+        for number in range(8, 12):
+            assert await content(volume, kept[number]) == bytes([number]) * (320 << 10)
+
+
 async def test_readers_meet_right_bytes_during_collection() -> None:
     device = await formatted(small_device(zones=32))
     async with mounted(device) as volume:
