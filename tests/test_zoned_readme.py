@@ -45,9 +45,14 @@ def test_the_section_on_real_drives() -> None:
     commands = session(README.read_text().replace(DRIVE, drive))
     subprocess.run(["blkzone", "reset", f"/dev/{drive}"], check=True)  # a drive as it is delivered
     done = subprocess.run(
-        ["bash", "-c", script(commands)], capture_output=True, text=True, timeout=600, check=False
+        ["bash", "-c", script(commands)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,  # as on a terminal
+        text=True,
+        timeout=600,
+        check=False,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode == 0, done.stdout
     rest = done.stdout
     for number, (command, printed) in enumerate(commands):
         output, rest = rest.split(f"{END} {number}\n", 1)
