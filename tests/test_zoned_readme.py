@@ -29,7 +29,7 @@ def session(text: str) -> list[tuple[str, list[str]]]:
         if line.startswith("$ "):
             commands.append((line[2:], []))
         else:
-            commands[-1][1].append(line)
+            commands[-1][1].append(USED.sub("", line))
     return commands
 
 
@@ -57,7 +57,7 @@ def test_the_section_on_real_drives() -> None:
     rest = done.stdout
     for number, (command, printed) in enumerate(commands):
         output, rest = rest.split(f"{END} {number}\n", 1)
-        lines, printed = ([USED.sub("", x) for x in y] for y in (output.splitlines(), printed))
+        lines = [USED.sub("", line) for line in output.splitlines()]
         if command.startswith(VARIES):
             assert [line[:9] for line in lines[2:]] == [line[:9] for line in printed[2:]], lines
         else:
