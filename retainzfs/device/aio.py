@@ -9,11 +9,12 @@ from collections.abc import Callable
 import outcome
 import trio
 
-from retainzfs._zio import RESET_ZONE, Engine, Slot
+from retainzfs._zio import Engine, Slot
 from retainzfs.device.protocol import Sums
 
 WRITERS = 4  # threads that append; a zone has always the same, which keeps its order
 READERS = 4
+COMMANDS = 4  # threads for zone commands, of which a zone has one at a time
 
 Result = tuple[int, bytes, int]  # errno or 0, sums, trailer's sum or first bad block
 Memory = memoryview | Slot
@@ -67,7 +68,7 @@ class AsyncEngine:
         # An engine of one thread is a queue: what it is given runs in order.
         self._queues = [Engine(1, 1) for _ in range(writers)]
         self._engine = Engine(1, readers)  # flushes and reads, which wait for no append
-        self._slow = Engine(1, 1)  # discards and resets, which no flush waits for
+        self._commands = Engine(COMMANDS, 1)  # of zones, and discards: some take a second
         self._scopes: list[trio.CancelScope] = []
         self._stopped = trio.Event()
         self._running = 0
@@ -78,7 +79,7 @@ class AsyncEngine:
             trio.lowlevel.spawn_system_task(self._deliver, engine, self._scopes[-1])
 
     def _engines(self) -> list[Engine]:
-        return [*self._queues, self._engine, self._slow]
+        return [*self._queues, self._engine, self._commands]
 
     def append(
         self,
@@ -110,17 +111,12 @@ class AsyncEngine:
         self, callback: Callback, fd: int, offset: int, length: int, *, device: bool
     ) -> None:
         """Discard behind the caller's back; `callback` gets the errno or 0."""
-        self._slow.submit_discard(callback, fd, offset, length, device)
+        self._commands.submit_discard(callback, fd, offset, length, device)
 
-    async def command(self, fd: int, request: int, offset: int, length: int, zone: int) -> None:
-        """Open, close or finish a zone (`_zio.OPEN_ZONE` and so on), behind its appends."""
-        queue = self._queues[zone % len(self._queues)]
-        queue.submit_command(trio.lowlevel.current_task(), fd, request, offset, length)
-        _check((await _result())[0])
-
-    async def reset(self, fd: int, offset: int, length: int) -> None:
-        """Reset the zones of a range."""
-        self._slow.submit_command(trio.lowlevel.current_task(), fd, RESET_ZONE, offset, length)
+    async def command(self, fd: int, request: int, offset: int, length: int) -> None:
+        """Do with the zones of a range what `_zio.RESET_ZONE` and the like ask for."""
+        task = trio.lowlevel.current_task()
+        self._commands.submit_command(task, fd, request, offset, length)
         _check((await _result())[0])
 
     async def aclose(self) -> None:

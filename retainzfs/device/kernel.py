@@ -22,7 +22,7 @@ from contextlib import suppress
 from itertools import groupby
 from typing import NamedTuple
 
-from retainzfs._zio import CLOSE_ZONE, FINISH_ZONE, OPEN_ZONE, report_zones
+from retainzfs._zio import CLOSE_ZONE, FINISH_ZONE, OPEN_ZONE, RESET_ZONE, report_zones
 from retainzfs.device.aio import AsyncEngine
 from retainzfs.device.disk import DiskDevice, set_direct
 from retainzfs.device.protocol import BLOCK, OPEN, Condition, Geometry, ZoneReport
@@ -124,11 +124,10 @@ class KernelDevice(DiskDevice):
     async def reset(self, zones: Sequence[int]) -> None:
         io = self._writing("reset")
         held = self.rules.check_reset(zones)
-        size = self.geometry.zone_size
         try:
             with self.rules.running(*held):
                 for first, count in ranges(held):
-                    await io.reset(self._fd, self.address(first), count * size)
+                    await self._do(io, RESET_ZONE, first, count)
         except OSError as error:
             await self._reset_each(io, held)
             self._told(range(min(held), max(held) + 1))
@@ -142,7 +141,7 @@ class KernelDevice(DiskDevice):
         with self.rules.running(*zones):
             for zone in zones:
                 with suppress(OSError):
-                    await io.reset(self._fd, self.address(zone), self.geometry.zone_size)
+                    await self._do(io, RESET_ZONE, zone)
 
     async def finish(self, zone: int) -> None:
         io = self._writing("finish")
@@ -166,13 +165,16 @@ class KernelDevice(DiskDevice):
             self.report_zone(zone)
 
     async def _command(self, io: AsyncEngine, request: int, zone: int, what: str) -> None:
-        address, size = self.address(zone), self.geometry.zone_size
         try:
             with self.rules.running(zone):
-                await io.command(self._fd, request, address, size, zone)
+                await self._do(io, request, zone)
         except OSError as error:
             self.report_zone(zone)
             raise self._error(f"{what} of zone {zone}", error) from error
+
+    async def _do(self, io: AsyncEngine, request: int, first: int, count: int = 1) -> None:
+        length = count * self.geometry.zone_size
+        await io.command(self._fd, request, self.address(first), length)
 
     async def _flush_round(self, io: AsyncEngine) -> None:
         if not self.rules.changed:
