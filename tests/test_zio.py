@@ -13,7 +13,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from retainzfs._zio import HARDWARE_CRC, Engine, Slot, aligned, crc32c, crc32c_blocks
+from retainzfs._zio import (
+    CLOSE_ZONE,
+    FINISH_ZONE,
+    HARDWARE_CRC,
+    OPEN_ZONE,
+    RESET_ZONE,
+    Engine,
+    Slot,
+    aligned,
+    crc32c,
+    crc32c_blocks,
+    report_zones,
+)
 from tests.device_backends import HEADER, file_size_limit
 
 BLOCK = 4096
@@ -251,6 +263,20 @@ def test_flush_and_discard(engine: Engine, fd: int) -> None:
     assert os.fstat(fd).st_blocks <= before // 2
     assert os.fstat(fd).st_size == 1 << 20
     assert os.pread(fd, 1 << 20, 0) == bytes(1 << 19) + b"x" * (1 << 19)
+
+
+@pytest.mark.volume
+@pytest.mark.parametrize("request_", [RESET_ZONE, OPEN_ZONE, CLOSE_ZONE, FINISH_ZONE])
+def test_zone_commands_to_what_has_no_zones(engine: Engine, fd: int, request_: int) -> None:
+    engine.submit_command("command", fd, request_, 0, BLOCK)
+    assert results(engine, 1) == {"command": (errno.ENOTTY, b"", 0)}
+
+
+@pytest.mark.volume
+def test_a_report_of_what_has_no_zones(fd: int) -> None:
+    with pytest.raises(OSError, match=os.strerror(errno.ENOTTY)) as caught:
+        report_zones(fd, 0, 16)
+    assert caught.value.errno == errno.ENOTTY
 
 
 @pytest.mark.volume
