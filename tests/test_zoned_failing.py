@@ -43,7 +43,7 @@ TURNED = (Condition.READ_ONLY, Condition.OFFLINE)
 
 @pytest.fixture
 def disk() -> Iterator[NullBlk]:
-    """The zones of a small ZNS drive: a size below the capacity, and limits."""
+    """The zones of a small ZNS drive: a capacity below the size, and limits."""
     with null_blk(
         zones=ZONES, zone_size=2 * MIB, zone_capacity=MIB, max_open=12, max_active=12
     ) as device:
