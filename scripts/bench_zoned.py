@@ -31,7 +31,6 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 SYSTEMS = ("retainzfs", "f2fs", "btrfs", "btrfs-unlimited")
-PACKAGES = ("f2fs-tools", "btrfs-progs")
 ZONE_MIB = 4
 ACTIVE = 14
 CONVENTIONAL_MIB = 32
@@ -39,28 +38,6 @@ MIB = 1 << 20
 GUEST_SHARE = "/run/zns-vm/shared"
 
 Record = dict[str, Any]
-
-
-def install_packages() -> None:
-    """Install the programs that make the peers' filesystems."""
-    missing = [
-        package
-        for package in PACKAGES
-        if "installed"
-        not in subprocess.run(
-            ["dpkg-query", "-W", "-f", "${db:Status-Status}", package],
-            capture_output=True,
-            text=True,
-            check=False,
-        ).stdout.split()
-    ]
-    if not missing:
-        return
-    print(f"installing Debian packages: {' '.join(missing)}", file=sys.stderr)
-    as_root = [] if os.geteuid() == 0 else ["sudo"]
-    apt = [*as_root, "env", "DEBIAN_FRONTEND=noninteractive", "apt-get", "-qq", "-y"]
-    for command in (["update"], ["install", "--no-install-recommends", *missing]):
-        subprocess.run([*apt, *command], check=True, stdout=sys.stderr, stdin=subprocess.DEVNULL)
 
 
 def run_guest(args: argparse.Namespace, seed: int) -> list[Record]:
@@ -266,7 +243,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 def main(arguments: list[str]) -> int:
     """Run the seeds one after another, and print what is known after each."""
     args = parse(arguments)
-    install_packages()
     records: list[Record] = []
     for seed in range(1, args.seeds + 1):
         records += run_guest(args, seed)
