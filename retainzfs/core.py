@@ -154,6 +154,7 @@ class Core:
         """
         recovered = await recovery.recover(device)
         await device.settle()
+        recovered.journal.settled()
         async with trio.open_nursery() as nursery:
             volume = cls(device, options, recovered, nursery)
             if recovered.rolled_back:

@@ -23,6 +23,7 @@ from contextlib import suppress
 from retainzfs import errors, failpoints, layout
 from retainzfs._zio import Slot
 from retainzfs.device import Condition, Device
+from retainzfs.device.protocol import ACTIVE
 from retainzfs.layout import BLOCK, BatchHeader, BatchKind, Superblock
 from retainzfs.replay import (
     METADATA_ZONES_MIN,
@@ -50,6 +51,7 @@ SLICE = 64 << 10  # bytes of snapshot between two rounds; a few milliseconds
 BATCH_MIN = 32 << 10  # bytes; a batch must hold any operation
 BATCHES_A_ZONE = 16  # what is left of a zone before the next one is less than a batch
 
+WRITABLE = (Condition.EMPTY, *ACTIVE)
 STUCK = (Condition.READ_ONLY, Condition.OFFLINE)  # a zone that is never written again
 ATTEMPTS = 3  # zones that are tried as the next one of the chain
 
@@ -261,8 +263,10 @@ class Journal:
         """Whether the zone, where a superblock failed, is sure to hold none."""
         with suppress(errors.RetainzError):
             await self.device.reset([zone])
-        report = self.device.report_zone(zone)
-        return report.condition is Condition.OFFLINE or not report.write_pointer
+        with suppress(errors.RetainzError):
+            report = self.device.report_zone(zone)
+            return report.condition is Condition.OFFLINE or not report.write_pointer
+        return False
 
     def _free_zone(self) -> int:
         stuck = self._stuck()
@@ -279,13 +283,15 @@ class Journal:
         """Return the zones that take no writes; one that refused them counts as READ_ONLY."""
         told = {
             zone.index: zone.condition
-            for zone in self.device.report()[: self.zones]
+            for zone in self.device.report(range(self.zones))
             if zone.condition in STUCK
         }
         return dict.fromkeys(self._refused, Condition.READ_ONLY) | told
 
     def _stuck(self) -> set[int]:
-        return set(self.stuck())
+        """Return the same without asking the device: this is looked at in every round."""
+        zones = range(self.zones)
+        return self._refused | {z for z in zones if self.device.known(z).condition in STUCK}
 
     async def _write(self, data: bytes) -> None:
         zone = self.chain[self.position]
@@ -307,6 +313,13 @@ class Journal:
         self.torn = not replay.clean or chain[self.position] in self._stuck()
         self.snapshot_size = sum(len(b.payload) for b in replay.snapshot)
         self.since_snapshot = sum(len(b.payload) + BLOCK for b in replay.log)
+
+    def settled(self) -> None:
+        """The device has settled behind the scan. If that ended the zone of the newest batch, or a
+        write was cut there that the report did not show, the log goes on in a fresh one."""
+        report = self.device.report_zone(self.chain[self.position])
+        if report.condition not in WRITABLE or report.write_pointer != self.write_pointer:
+            self.torn = True
 
 
 def aligned(data: bytes) -> memoryview:

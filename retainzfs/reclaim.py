@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 SMALL = 8 * BLOCK  # keeps the score of a nearly dead zone finite
 GAIN_LEAST = 4 * BLOCK  # copying a zone for less would run in circles over trailers
 SETTLE = 3  # commits before one gives up, since others go on writing meanwhile
+BATCH = 64  # zones that are reset at once: whoever waits for room shall not wait for thousands
 COPIES = -1000  # lane keys of collection, below those of the kinds
 
 
@@ -65,10 +66,15 @@ class Reclaim:
     async def reset_dead(self) -> int:
         """Reset every zone that may be; return how many."""
         async with self._resetting:
-            zones = self.table.resettable(self.committer.durable_round)
-            for zone in zones:
-                self.table.seal(zone)  # nobody is offered its tail while it is being reset
-            return await self._reset(zones) if zones else 0
+            done = 0
+            while zones := self.table.resettable(self.committer.durable_round)[:BATCH]:
+                for zone in zones:
+                    self.table.seal(zone)  # nobody is offered its tail while it is being reset
+                reset = await self._reset(zones)
+                done += reset
+                if reset < len(zones):
+                    break  # the device has trouble: the rest can wait for the next round
+            return done
 
     async def _reset(self, zones: list[Zone]) -> int:
         """Reset dead zones and return how many it became; the others are read-only then."""
@@ -110,7 +116,11 @@ class Reclaim:
         return done
 
     def _is_reset(self, zone: Zone) -> bool:
-        return self.device.report_zone(zone.index).condition is Condition.EMPTY
+        try:
+            return self.device.report_zone(zone.index).condition is Condition.EMPTY
+        except errors.RetainzError as error:
+            self.trouble.met(error)
+            return False
 
     async def make_room(self, kind: Kind, nbytes: int) -> None:
         """Return when `nbytes` may be staged for a kind of zone. Raises NoSpace.

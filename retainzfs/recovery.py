@@ -43,7 +43,7 @@ async def format_volume(device: Device, uuid: bytes, now_ns: int) -> None:
     superblock = layout.Superblock(
         uuid, geometry.zone_size, geometry.zone_capacity, geometry.zone_count, reserved, 0, 1, 0
     )
-    for zone in device.report()[:reserved]:
+    for zone in device.report(range(reserved)):
         if zone.condition in journal.STUCK:
             what = zone.condition.name.lower().replace("_", "-")
             raise errors.BadGeometry(
@@ -130,7 +130,7 @@ def rebuild_table(device: Device, namespace: Namespace, retention: Retention) ->
     )
     _mark_lost(device, namespace)
     live = _live(namespace)
-    for report in device.report()[reserved:]:
+    for report in device.report(range(reserved, geometry.zone_count)):
         zone = table[report.index]
         shares = live.get(report.index, {})
         if report.condition is Condition.EMPTY and not shares:

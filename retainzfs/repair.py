@@ -45,12 +45,13 @@ async def _repair(device: Device, report: Report, archive: str | None) -> str:
         superblocks = await journal.read_superblocks(device)
         newest = max(superblocks.values(), key=lambda s: s.position)
         name = archive or backup.default_name(newest.uuid)
-        zones = device.report()[: newest.metadata_zones]
+        zones = device.report(range(newest.metadata_zones))
         written = [(zone.index, zone.write_pointer) for zone in zones if zone.write_pointer]
         backup.save(device, written, report.as_dict(), name)
         mend_head(device.name, head_faults(device))
         if recovered is not None:
             await device.settle()
+            recovered.journal.settled()
             mender = Mender(recovered.namespace, time.time_ns())
             if not any(consistency.check(recovered.namespace)):
                 log = recovered.journal

@@ -172,7 +172,7 @@ def _give_up(device: Device, replay: Replay, chain: dict[int, int], zones: list[
 
 def _offline(device: Device) -> list[int]:
     """Return the metadata zones that are offline."""
-    zones = device.report()[: metadata_zones(device.geometry.zone_count)]
+    zones = device.report(range(metadata_zones(device.geometry.zone_count)))
     return [zone.index for zone in zones if zone.condition is Condition.OFFLINE]
 
 
@@ -189,7 +189,7 @@ def _check_head(device: Device, head: int) -> None:
 
 async def _check_headless(device: Device, known: set[int], replay: Replay) -> None:
     """A metadata zone whose superblock is broken must not hold log that was once durable."""
-    for report in device.report()[: metadata_zones(device.geometry.zone_count)]:
+    for report in device.report(range(metadata_zones(device.geometry.zone_count))):
         limit = report.capacity if report.condition is Condition.FULL else report.write_pointer
         if report.index in known or limit < BLOCK or report.condition is Condition.OFFLINE:
             continue
@@ -211,7 +211,7 @@ async def _check_headless(device: Device, known: set[int], replay: Replay) -> No
 async def _check_remains(device: Device) -> None:
     """Batches without any superblock are a volume all the same, and not to be formatted. So may be
     what an offline zone held."""
-    for report in device.report()[: metadata_zones(device.geometry.zone_count)]:
+    for report in device.report(range(metadata_zones(device.geometry.zone_count))):
         if report.condition is Condition.OFFLINE:
             raise errors.Damaged(
                 device.name,

@@ -133,7 +133,12 @@ class Trouble:
 
     def look(self, zone: Zone) -> None:
         """Take over what the device says of a zone in which nothing is promised."""
-        report = self.device.report_zone(zone.index)
+        try:
+            report = self.device.report_zone(zone.index)
+        except errors.RetainzError as error:
+            self.met(error)
+            self._turn(zone, State.READ_ONLY, "the device does not tell of it, so it counts as")
+            return
         state = STATES[report.condition]
         if state in LOST:
             self._turn(zone, state, "the device says that it is")
@@ -157,7 +162,7 @@ class Trouble:
         """A read failed, and not for a checksum."""
         if error.errno in errors.GONE:
             self.met(error)
-        elif STATES[self.device.report_zone(zone.index).condition] in LOST:
+        elif STATES[self.device.report(range(zone.index, zone.index + 1))[0].condition] in LOST:
             self._settle(zone)
 
     def retire(self, zone: Zone) -> None:

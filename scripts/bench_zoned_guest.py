@@ -26,7 +26,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
-from bench_zoned_systems import Btrfs, Counter, Counts, F2fs, Retainzfs, System, Zoned
+from bench_zoned_systems import (
+    Btrfs,
+    Counter,
+    Counts,
+    F2fs,
+    Retainzfs,
+    StuckError,
+    System,
+    Zoned,
+)
 from bench_zoned_workload import METADATA_SIZE, Phase, Save, Stream, Workload, plan
 
 MIB = 1 << 20
@@ -279,10 +288,12 @@ def main(arguments: list[str]) -> int:
                 replay.run()
             except (
                 Exception
-            ) as error:  # one filesystem's failure is a result, and the next one's turn
+            ) as error:  # a filesystem's failure is a result, and the next one's turn
                 traceback.print_exc()
                 replay.tell("failed", why=str(error))
                 failed = True
+                if isinstance(error, StuckError):
+                    break  # its mount is in the way
     return int(failed)
 
 

@@ -22,18 +22,23 @@ F_SET_RW_HINT = 1036  # linux/fcntl.h; the fcntl module does not have these
 SHORT, MEDIUM, LONG, EXTREME = 2, 3, 4, 5
 
 
-def call(*command: str | Path, limit_s: float = 300.0) -> None:
+class StuckError(Exception):
+    """A program did not end, and cannot be ended: it waits for the kernel."""
+
+
+def call(*command: str | Path, limit_s: float = 120.0) -> None:
     """Run a program; what it complained about is in the error."""
-    done = subprocess.run(
-        [str(part) for part in command],
-        capture_output=True,
-        text=True,
-        timeout=limit_s,
-        check=False,
+    told = " ".join(map(str, command))
+    running = subprocess.Popen(
+        list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
-    if done.returncode:
-        said = (done.stderr or done.stdout).strip()
-        raise RuntimeError(f"{' '.join(map(str, command))}: exit code {done.returncode}: {said}")
+    try:
+        said, _ = running.communicate(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        running.kill()  # and nobody waits for that
+        raise StuckError(f"{told}: no end within {limit_s:g} s") from None
+    if running.returncode:
+        raise RuntimeError(f"{told}: exit code {running.returncode}: {said.strip()}")
 
 
 class Zoned:

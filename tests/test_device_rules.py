@@ -180,3 +180,13 @@ def test_first_bad_block(found: bytes, expected: bytes, bad: int) -> None:
 def test_first_bad_block_of_another_length() -> None:
     with pytest.raises(ValueError, match="4 bytes of checksums for 2 blocks"):
         first_bad_block(bytes(8), bytes(4))
+
+
+def test_a_report_keeps_the_order_in_which_zones_were_opened(rules: ZoneRules) -> None:
+    for zone in (3, 1, 0, 2):
+        rules.begin_append(zone, 0, BLOCK)
+        rules.end_append(zone)
+    for report in rules.report():
+        rules.adopt(*report[:3])
+    rules.begin_append(4, 0, BLOCK)
+    assert condition(rules, 3) == Condition.CLOSED

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import errno
 import random
+from collections.abc import Sequence
 
 import pytest
 import trio
 
 from retainzfs.errors import FSError, NoSpace
 from retainzfs.layout import BLOCK
+from retainzfs.reclaim import BATCH
 from retainzfs.volume import ROOT, Volume
 from tests.helpers import (
     FILE,
@@ -141,6 +143,24 @@ async def test_overwriting_for_ever_needs_no_more_space() -> None:
             assert await content(volume, ino) == data
             assert volume.reclaim.resets > 0
             await check_quiescent(volume)
+
+
+async def test_many_dead_zones_are_reset_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = await formatted(small_device(zones=160))
+    async with mounted(device) as volume:
+        await volume.fsync(await put(volume, ROOT, b"large", bytes(100 * (256 << 10))))
+        resets: list[int] = []
+        real = device.reset
+
+        async def reset(zones: Sequence[int]) -> None:
+            resets.append(len(zones))
+            await real(zones)
+
+        monkeypatch.setattr(device, "reset", reset)
+        await volume.unlink(ROOT, b"large")
+        await volume.reclaim.collect()
+        assert max(resets) == BATCH
+        assert sum(resets) >= 100
 
 
 async def test_a_zone_is_not_reset_before_the_delete_is_durable() -> None:

@@ -10,6 +10,7 @@ import trio
 
 from retainzfs.device import Condition
 from retainzfs.device.memory import MemoryDevice
+from retainzfs.device.protocol import ACTIVE
 from retainzfs.errors import Damaged, ForeignTarget, NewerFormat
 from retainzfs.journal import METADATA_ZONES_MIN, read_superblocks
 from retainzfs.layout import BLOCK
@@ -218,3 +219,22 @@ async def test_orphans_are_gone_after_a_crash() -> None:
         assert ino not in volume.namespace.inodes
         await volume.syncfs()
         assert volume.statistics()["used"] == 0
+
+
+@pytest.mark.parametrize("clean", [True, False])
+async def test_the_log_goes_on_when_the_device_has_ended_its_zone(clean: bool) -> None:
+    """A zone that was cut in the middle of a block is finished when the device settles."""
+    device, files = await used(clean=clean)
+    head = max(device.report(), key=lambda zone: zone.condition in ACTIVE and zone.index < 4)
+
+    async def settle() -> None:
+        await device.finish(head.index)
+
+    device.settle = settle  # type: ignore[method-assign]
+    async with mounted(device) as volume:
+        files[b"/after"] = b"the zone"
+        await volume.fsync(await put(volume, ROOT, b"after", files[b"/after"]))
+        assert volume.failed is None
+    del device.settle
+    await device.start()
+    assert await examine(device, files) == "right"

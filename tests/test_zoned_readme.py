@@ -19,7 +19,7 @@ VARIES = "retainzfs zones"  # where zones lie, and which are reset already
 USED = re.compile(r"in \d+ zones")  # streams share some when they are quick
 
 
-def session(text: str) -> list[tuple[str, list[str]]]:
+def console(text: str) -> list[tuple[str, list[str]]]:
     """The console block of the section as commands and the lines that each prints."""
     section = text.split(HEADING, 1)[1].split("\n## ", 1)[0]
     block = re.search(r"```console\n(.*?)```", section, re.DOTALL)
@@ -43,7 +43,7 @@ def script(commands: list[tuple[str, list[str]]]) -> str:
 
 def test_the_section_on_real_drives() -> None:
     drive = Path(zoned_target()).name
-    commands = session(README.read_text().replace(DRIVE, drive))
+    commands = console(README.read_text().replace(DRIVE, drive))
     subprocess.run(["blkzone", "reset", f"/dev/{drive}"], check=True)  # a drive as it is delivered
     done = subprocess.run(
         ["bash", "-c", script(commands)],

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from retainzfs._zio import Slot
 from retainzfs.device import head, sysfs
 
 
@@ -92,6 +93,14 @@ def known(fd: int, size: int) -> str | None:
         if start[magic.offset :].startswith(magic.value):
             return magic.what
     return None
+
+
+def erase(fd: int) -> None:
+    """Overwrite with zeros, durably, what `known` goes by."""
+    done = 0
+    while done < _PROBED:
+        done += os.pwrite(fd, memoryview(Slot(_PROBED))[done:], done)
+    os.fdatasync(fd)
 
 
 def users(fd: int, path: str) -> str | None:

@@ -59,10 +59,13 @@ class DiskDevice(ABC):
             os.close(self._fd)
             self._fd = -1
 
-    def report(self) -> list[ZoneReport]:
-        return self.rules.report()
+    def report(self, zones: range | None = None) -> list[ZoneReport]:
+        return self.rules.report(zones)
 
     def report_zone(self, zone: int) -> ZoneReport:
+        return self.rules.report_zone(zone)
+
+    def known(self, zone: int) -> ZoneReport:
         return self.rules.report_zone(zone)
 
     def statistics(self) -> dict[str, int]:

@@ -57,27 +57,24 @@ class Found(NamedTuple):
 class KernelDevice(DiskDevice):
     """Built by `retainzfs.device.open_target` and `create_target`; owns the descriptor `fd`.
 
-    Raises BadGeometry for zones on which no volume can live, WriteOrder where the kernel would
-    mix up the writes to a zone.
+    Raises BadGeometry for zones on which no volume can live; `settle` raises WriteOrder where the
+    kernel would mix up the writes to a zone.
     """
 
     def __init__(self, name: str, fd: int, *, readonly: bool = False) -> None:
-        block_device = BlockDevice(directory(fd))
-        self._sysfs = block_device.path
+        self._sysfs = BlockDevice(directory(fd))
         zones = usable([Found(*zone) for zone in report_zones(fd, 0, ALL_ZONES)])
         super().__init__(name, fd, zones[0].start if zones else 0, readonly=readonly)
-        self.geometry = geometry_of(name, zones, block_device)
-        if not readonly:
-            for disk in block_device.keep_order(name, os.uname().release):
-                log.info("%s: set the scheduler of %s, which keeps writes in order", name, disk)
+        self.geometry = geometry_of(name, zones, self._sysfs)
         set_direct(fd)
-        self._volatile = block_device.volatile_cache
+        self._volatile = self._sysfs.volatile_cache
         self._settled = False
         self.rules = ZoneRules(name, self.geometry)
-        for zone in self._report(range(self.geometry.zone_count)):
-            self.rules.adopt(*zone[:3])
+        self._adopt(zone_reports(0, zones))
 
     async def settle(self) -> None:
+        for disk in self._sysfs.keep_order(self.name, os.uname().release):
+            log.info("%s: set the scheduler of %s, which keeps writes in order", self.name, disk)
         await self._let_go()
         self._settled = True
 
@@ -90,12 +87,12 @@ class KernelDevice(DiskDevice):
         """Close what is open, as a power cycle does, and empty what holds no data: both would keep
         a slot for nothing, before the first append of a volume and behind the last. So would a zone
         that is written up to the middle of a block: no append can go on there."""
-        self.report()  # the view follows
         try:
             found = self._found(range(self.geometry.zone_count))
         except OSError as error:
             log.warning("%s; its zones keep their slots", self._error("report of zones", error))
             return
+        self._adopt(zone_reports(0, found))
         for index, zone in enumerate(found):
             try:
                 if zone.condition in OPEN:
@@ -111,12 +108,20 @@ class KernelDevice(DiskDevice):
 
     # --- zones ----------------------------------------------------------------------------------
 
-    def report(self) -> list[ZoneReport]:
-        """What the device says now, and the view after a failure to say it."""
-        return self._told(range(self.geometry.zone_count))
+    def report(self, zones: range | None = None) -> list[ZoneReport]:
+        zones = zones or range(self.geometry.zone_count)
+        try:
+            return self._asked(zones)
+        except OSError as error:
+            if not self._gone():  # whoever used it then hears that from its own command
+                log.error("%s: no report of its zones: %s", self.name, error.strerror)
+            return self.rules.report(zones)
 
     def report_zone(self, zone: int) -> ZoneReport:
-        return self._told(range(zone, zone + 1))[0]
+        try:
+            return self._asked(range(zone, zone + 1))[0]
+        except OSError as error:
+            raise self._error(f"report of zone {zone}", error) from error
 
     async def ready(self, zone: int) -> None:
         """A reset has ended when `reset` has."""
@@ -129,8 +134,9 @@ class KernelDevice(DiskDevice):
                 for first, count in ranges(held):
                     await self._do(io, RESET_ZONE, first, count)
         except OSError as error:
-            await self._reset_each(io, held)
-            self._told(range(min(held), max(held) + 1))
+            if len(held) > 1:
+                await self._reset_each(io, held)
+            self.report(range(min(held), max(held) + 1))
             raise self._error(f"reset of {len(held)} zones", error) from error
         self.rules.reset(held)
         self._statistics["resets"] += len(held)
@@ -162,14 +168,14 @@ class KernelDevice(DiskDevice):
         self.rules.close_zone(zone)
         if not self.rules.states[zone].pointer:
             # ZNS leaves such a zone closed, ZBC makes it empty.
-            self.report_zone(zone)
+            self.report(range(zone, zone + 1))
 
     async def _command(self, io: AsyncEngine, request: int, zone: int, what: str) -> None:
         try:
             with self.rules.running(zone):
                 await self._do(io, request, zone)
         except OSError as error:
-            self.report_zone(zone)
+            self.report(range(zone, zone + 1))
             raise self._error(f"{what} of zone {zone}", error) from error
 
     async def _do(self, io: AsyncEngine, request: int, first: int, count: int = 1) -> None:
@@ -189,27 +195,18 @@ class KernelDevice(DiskDevice):
     def _ended(self, zone: int, pending: Pending, error: int) -> None:
         super()._ended(zone, pending, error)
         if error or pending.lost:
-            self.report_zone(zone)
+            self.report(range(zone, zone + 1))
 
-    def _told(self, zones: range) -> list[ZoneReport]:
-        """The device's report of adjacent zones, which the view follows where nothing runs."""
-        try:
-            found = list(self._report(zones))
-        except OSError as error:
-            if not self._gone():  # whoever used it then hears that from its own command
-                log.error("%s: no report of its zones: %s", self.name, error.strerror)
-            return self.rules.report()[zones.start : zones.stop]
-        for zone in found:
+    def _asked(self, zones: range) -> list[ZoneReport]:
+        """The device's report of adjacent zones, which the view follows. Raises OSError."""
+        reports = zone_reports(zones.start, self._found(zones))
+        self._adopt(reports)
+        return reports
+
+    def _adopt(self, reports: Sequence[ZoneReport]) -> None:
+        """Let the view follow where nothing runs."""
+        for zone in reports:
             self.rules.adopt(*zone[:3])
-        return found
-
-    def _report(self, zones: range) -> Iterator[ZoneReport]:
-        for index, zone in zip(zones, self._found(zones), strict=True):
-            condition = condition_of(zone)
-            written = zone.pointer - zone.start
-            # An append that failed may have ended between two blocks; no byte of that one counts.
-            pointer = zone.capacity if condition in BARE else written - written % BLOCK
-            yield ZoneReport(index, condition, pointer, zone.capacity)
 
     def _found(self, zones: range) -> list[Found]:
         found = [Found(*z) for z in report_zones(self._fd, self.address(zones.start), len(zones))]
@@ -220,11 +217,23 @@ class KernelDevice(DiskDevice):
         return found
 
     def _gone(self) -> bool:
-        return not self._sysfs.exists()
+        return not self._sysfs.path.exists()
 
     def _error(self, what: str, error: OSError) -> DeviceError:
         words = WORDS.get(error.errno or 0)
         return super()._error(what, OSError(error.errno, words) if words else error)
+
+
+def zone_reports(first: int, found: Sequence[Found]) -> list[ZoneReport]:
+    """Our reports of adjacent zones of the kernel's, of which the first one is our zone `first`."""
+    reports = []
+    for index, zone in enumerate(found, first):
+        condition = condition_of(zone)
+        written = zone.pointer - zone.start
+        # An append that failed may have ended between two blocks; no byte of that one counts.
+        pointer = zone.capacity if condition in BARE else written - written % BLOCK
+        reports.append(ZoneReport(index, condition, pointer, zone.capacity))
+    return reports
 
 
 def condition_of(zone: Found) -> Condition:

@@ -47,10 +47,13 @@ class MemoryDevice:
     def close(self) -> None:
         self.rules.power_cycle()
 
-    def report(self) -> list[ZoneReport]:
-        return self.rules.report()
+    def report(self, zones: range | None = None) -> list[ZoneReport]:
+        return self.rules.report(zones)
 
     def report_zone(self, zone: int) -> ZoneReport:
+        return self.rules.report_zone(zone)
+
+    def known(self, zone: int) -> ZoneReport:
         return self.rules.report_zone(zone)
 
     def address(self, zone: int, offset: int = 0) -> int:

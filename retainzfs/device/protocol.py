@@ -117,10 +117,15 @@ class Device(Protocol):
     def close(self) -> None:
         """`aclose` for a device that was never started or whose trio run has ended."""
 
-    def report(self) -> list[ZoneReport]:
-        """Every zone as the device has it now, by index."""
+    def report(self, zones: range | None = None) -> list[ZoneReport]:
+        """The zones, all by default, as the device has them now; as it had them when it told last
+        if it does not tell."""
 
-    def report_zone(self, zone: int) -> ZoneReport: ...
+    def report_zone(self, zone: int) -> ZoneReport:
+        """A zone as the device has it now, for certain. Raises DeviceError."""
+
+    def known(self, zone: int) -> ZoneReport:
+        """A zone as commands and reports have left it; the device is not asked."""
 
     def address(self, zone: int, offset: int = 0) -> int:
         """The byte of the target where a byte of a zone lies."""

@@ -80,8 +80,8 @@ class ZoneRules:
     def active(self) -> int:
         return self.open + len(self._closed)
 
-    def report(self) -> list[ZoneReport]:
-        return [self.report_zone(zone) for zone in range(len(self.states))]
+    def report(self, zones: range | None = None) -> list[ZoneReport]:
+        return [self.report_zone(zone) for zone in zones or range(len(self.states))]
 
     def report_zone(self, zone: int) -> ZoneReport:
         state = self.states[zone]
@@ -99,9 +99,11 @@ class ZoneRules:
 
     def adopt(self, zone: int, condition: Condition, pointer: int) -> None:
         """Take over what a device tells of a zone, unless something runs in it."""
-        if zone not in self._pending and zone not in self._commanded:
+        if zone in self._pending or zone in self._commanded:
+            return
+        if self.states[zone].condition != condition:
             self._set(zone, condition)
-            self.states[zone].pointer = pointer
+        self.states[zone].pointer = pointer
 
     # An append is two steps, because its I/O lies between them.
 

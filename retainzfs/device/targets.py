@@ -112,7 +112,8 @@ def create_target(target: str, **wanted: Unpack[Wanted]) -> Device:
 
 def _create_zoned(target: str, fd: int, wanted: Wanted) -> KernelDevice:
     """The device with its own zones, which nobody can choose."""
-    found = contents.known(fd, written_at_start(fd))
+    force = wanted.get("force", False)
+    found = None if force else contents.known(fd, written_at_start(fd))
     device = KernelDevice(target, fd)
     for name, value in asdict(device.geometry).items():
         if wanted.get(name, value) not in (None, value):
@@ -121,13 +122,15 @@ def _create_zoned(target: str, fd: int, wanted: Wanted) -> KernelDevice:
     for name in ("size", "preallocate"):
         if wanted.get(name):
             raise BadGeometry(target, f"a zoned device takes no --{name}; leave it out")
-    if not wanted.get("force"):
+    if not force:
         blank = (Condition.EMPTY, Condition.READ_ONLY, Condition.OFFLINE)
         used = sum(zone.condition not in blank for zone in device.report())
         if used and found is None:
             found = f"data in {used} of {device.geometry.zone_count} zones"
         if found is not None:
             raise TargetHoldsData(target, found)
+    elif device.address(0):
+        contents.erase(fd)  # what the conventional zones before ours say of an earlier filesystem
     return device
 
 
