@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from retainzfs import mkfs
 from retainzfs.device import BLOCK, Condition, create_target, open_target
 from retainzfs.device.kernel import KernelDevice
 from retainzfs.device.sysfs import PLUGGED, BlockDevice
@@ -230,8 +229,11 @@ async def test_queues_whose_scheduler_cannot_be_set() -> None:
         if KEEPS_ORDER:
             await check_order(disk)
             return
+        device = open_target(disk.target)
+        await device.start()
         with pytest.raises(WriteOrder) as caught:
-            mkfs.make(disk.target)
+            await device.settle()
+        await device.aclose()
         assert str(caught.value).startswith(
             f"{disk.target}: the scheduler none may mix up the writes to a zone, and setting"
             " another one failed (the kernel did not take it). Do as root: echo mq-deadline >"

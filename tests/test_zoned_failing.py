@@ -38,6 +38,7 @@ ZONES = 48  # four of them for metadata
 CONVENTIONAL = 5
 KEEPS_ORDER = tuple(map(int, os.uname().release.split(".")[:2])) >= PLUGGED
 STUCK = "zone {} is read-only; a mount drains it"
+F2FS_MAGIC = (0xF2F52010).to_bytes(4, "little")
 TURNED = (Condition.READ_ONLY, Condition.OFFLINE)
 
 
@@ -93,6 +94,20 @@ def test_zones_for_no_volume(shape: Any, text: str) -> None:
         for call in (mkfs.make, open_target):
             with pytest.raises(BadGeometry, match=f"{disk.target}: {text}"):
                 call(disk.target)
+
+
+def test_mkfs_leaves_no_trace_of_another_filesystem_in_conventional_zones(smr: NullBlk) -> None:
+    """Whoever believes it would mount or mend that one, over our zones."""
+    superblock = bytearray(8192)
+    superblock[1024:1028] = F2FS_MAGIC
+    smr.write(-CONVENTIONAL, bytes(superblock))
+    with pytest.raises(TargetHoldsData, match="already holds an f2fs filesystem"):
+        mkfs.make(smr.target)
+    mkfs.make(smr.target, force=True)
+    with open(smr.target, "rb") as device:
+        assert device.read(len(superblock)) == bytes(len(superblock))
+    with pytest.raises(TargetHoldsData, match=f"already holds data in 1 of {ZONES} zones"):
+        mkfs.make(smr.target)
 
 
 @pytest.mark.parametrize("turned", TURNED, ids=lambda turned: turned.name.lower())
