@@ -34,8 +34,8 @@ UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 DESCRIPTION = """
 Runs a command as root in a virtual machine that has zoned devices: by default an NVMe ZNS
 namespace for a filesystem and small ones for the device tests. The machine is emulated (no KVM),
-boots in a few seconds, and runs programs 10 to 20 times slower than this one. It needs Debian 12, and
-root to install packages that are missing.
+boots in a few seconds, and runs programs 10 to 20 times slower than this one. It needs Debian 12,
+and root to install packages that are missing.
 """
 EPILOG = """
 The command finds this machine's files, its environment and its working directory, and may change
