@@ -40,13 +40,13 @@ def append(self, fd, offset, data, header=b"", zone=0, ended=None):
     return real(self, fd, offset, data, header, zone, ended)
 AsyncEngine.append = append
 report = EmulatedDevice.report
-def turned(self):
+def turned(self, zones=None):
     if os.path.exists(self.name + ".turn"):
         with open(self.name + ".turn") as file:
             zone, condition = file.read().split()
         self.rules.set_condition(int(zone), Condition[condition])
         os.unlink(self.name + ".turn")
-    return report(self)
+    return report(self, zones)
 EmulatedDevice.report = turned
 """
 
