@@ -138,9 +138,9 @@ def mirror() -> str:
     """Return the address that the system itself fetches bookworm from."""
     for line in run("apt-get", "indextargets", "--format", "$(SITE) $(RELEASE)").splitlines():
         site, _, release = line.partition(" ")
-        if release == "bookworm" and "debian.org" in site:
+        if release == "bookworm":
             return site
-    return "http://deb.debian.org/debian"
+    raise KernelError("apt has no source of bookworm, beside which its backports would be")
 
 
 def build(package: str, apt: Sequence[str], scratch: Path) -> None:
