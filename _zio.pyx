@@ -2,9 +2,9 @@
 """Native part of retainzfs: aligned buffers, CRC-32C, and I/O threads that never take the GIL.
 
 An `Engine` owns two pools of POSIX threads: writers run appends, flushes, discards and the commands
-of zoned block devices, readers run reads. A request is one `Job`: it goes from a queue to a thread and from there to the list of
-completions, and while a thread runs it nobody else touches it. One eventfd is readable when that
-list is not empty.
+of zoned block devices, readers run reads. A request is one `Job`: it goes from a queue to a thread
+and from there to the list of completions, and while a thread runs it nobody else touches it. One
+eventfd is readable when that list is not empty.
 
 A `Request` owns the job and keeps its buffers alive; the engine refers to it from submission until
 the result is collected.

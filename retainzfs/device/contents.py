@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from retainzfs import mounts
 from retainzfs._zio import Slot
 from retainzfs.device import head, sysfs
 
@@ -122,10 +123,9 @@ def _device_user(device: Path) -> str | None:
     """Who uses the device or one of its partitions."""
     parts = [device, *(found.parent for found in device.glob("*/partition"))]
     numbers = {(part / "dev").read_text().strip() for part in parts}
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():
-        fields = line.split()
-        if fields[2] in numbers:
-            return f"mounted on {_unescaped(fields[4])}"
+    for mount in mounts.all_mounts():
+        if mount.device in numbers:
+            return f"mounted on {mount.directory}"
     for part in parts:
         if held := sorted(holder.name for holder in part.glob("holders/*")):
             return f"held by {', '.join(held)}"
@@ -135,11 +135,8 @@ def _device_user(device: Path) -> str | None:
 def server(path: str) -> str | None:
     """Where a retainzfs serves the target, by the mount table alone: it may have died."""
     real = os.path.realpath(path)
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():
-        fields, _, (kind, source, *_) = (part.split() for part in line.partition(" - "))
-        if kind == "fuse.retainzfs" and os.path.realpath(_unescaped(source)) == real:
-            return f"mounted on {_unescaped(fields[4])}"
-    return None
+    served = (mount for mount in mounts.ours() if os.path.realpath(mount.source) == real)
+    return next((f"mounted on {mount.directory}" for mount in served), None)
 
 
 def _ext(start: bytes) -> str | None:

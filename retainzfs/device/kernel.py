@@ -109,7 +109,7 @@ class KernelDevice(DiskDevice):
     # --- zones ----------------------------------------------------------------------------------
 
     def report(self, zones: range | None = None) -> list[ZoneReport]:
-        zones = zones or range(self.geometry.zone_count)
+        zones = range(self.geometry.zone_count) if zones is None else zones
         try:
             return self._asked(zones)
         except OSError as error:

@@ -81,7 +81,8 @@ class ZoneRules:
         return self.open + len(self._closed)
 
     def report(self, zones: range | None = None) -> list[ZoneReport]:
-        return [self.report_zone(zone) for zone in zones or range(len(self.states))]
+        zones = range(len(self.states)) if zones is None else zones
+        return [self.report_zone(zone) for zone in zones]
 
     def report_zone(self, zone: int) -> ZoneReport:
         state = self.states[zone]
