@@ -9,6 +9,7 @@ import os
 import random
 import re
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -159,6 +160,16 @@ class OnNullBlk(Zoned):
     def counted(self, condition: str) -> int:
         return int(self.status()["zones"][condition])
 
+    def written_zone(self, but: list[int]) -> int:
+        """A zone of data that is being written now; looked for while saves go on, since a full one
+        may not have been followed by another yet."""
+        deadline = time.monotonic() + PATIENCE_S
+        while time.monotonic() < deadline:
+            for zone in self.zones():
+                if zone["condition"] == "open" and zone["index"] > 3 and zone["index"] not in but:
+                    return int(zone["index"])
+        raise AssertionError(f"no zone was written within {PATIENCE_S:g} s")
+
     def save(self, name: str, seed: int, length: int = 300_000) -> bytes:
         data = random.Random(seed).randbytes(length)
         save(self.path / name, data)
@@ -226,8 +237,7 @@ def test_zones_that_turn_read_only_in_the_middle_of_saves(volume: OnNullBlk) -> 
     for _ in range(3):
         for _ in range(6):
             assert saved.acquire(timeout=PATIENCE_S)
-        busy = [z["index"] for z in volume.zones() if z["condition"] == "open" and z["index"] > 3]
-        turned.append(next(zone for zone in busy if zone not in turned))
+        turned.append(volume.written_zone(turned))
         volume.disk.turn(turned[-1], Condition.READ_ONLY)
     for _ in range(4):
         assert saved.acquire(timeout=PATIENCE_S)
