@@ -7,8 +7,8 @@ import json
 import logging
 from typing import TYPE_CHECKING
 
-from retainzfs import errors, generations, hints, layout
-from retainzfs.hints import Act, ScrubOrder
+from retainzfs import errors, generations, layout, lifetimes
+from retainzfs.lifetimes import Act, ScrubOrder
 from retainzfs.namespace import FSError, Inode
 from retainzfs.retention import State
 
@@ -24,9 +24,9 @@ NAME_MAX = 255
 
 def get(volume: Volume, inode: Inode, name: bytes) -> bytes:
     """Return an attribute's value. Raises FSError(ENODATA)."""
-    if hints.is_ours(name):
+    if lifetimes.is_ours(name):
         computed = _computed(
-            volume, inode, name.removeprefix(hints.PREFIX.encode()).decode(errors="replace")
+            volume, inode, name.removeprefix(lifetimes.PREFIX.encode()).decode(errors="replace")
         )
         if computed is not None:
             return computed
@@ -78,9 +78,9 @@ async def set_(volume: Volume, inode: Inode, name: bytes, value: bytes, flags: i
         raise FSError(errno.ENODATA, volume.path(inode.ino))
     if name.startswith(b"system.posix_acl_"):
         raise FSError(errno.ENOTSUP, volume.path(inode.ino))
-    if hints.is_ours(name):
+    if lifetimes.is_ours(name):
         try:
-            parsed = hints.parse(name, value)
+            parsed = lifetimes.parse(name, value)
             if name == b"user.retainz.retire":
                 _check_retire(volume, inode, parsed)
         except errors.RetainzError as error:
@@ -93,7 +93,7 @@ async def set_(volume: Volume, inode: Inode, name: bytes, value: bytes, flags: i
             await _act(volume, inode, parsed)
             return
     _change(volume, inode, layout.XattrRecord(inode.ino, name, value))
-    if hints.is_ours(name):
+    if lifetimes.is_ours(name):
         _follow(volume, inode)
 
 
@@ -101,7 +101,7 @@ async def remove(volume: Volume, inode: Inode, name: bytes) -> None:
     if name not in (inode.xattrs or {}):
         raise FSError(errno.ENODATA, volume.path(inode.ino))
     _change(volume, inode, layout.XattrRemovedRecord(inode.ino, name))
-    if hints.is_ours(name):
+    if lifetimes.is_ours(name):
         _follow(volume, inode)
 
 
@@ -118,8 +118,8 @@ def _check_retire(volume: Volume, inode: Inode, retire: object) -> None:
     policy = volume.retention.policy_of(inode)
     cadence = policy.cadence_s
     if cadence is None and stream is not None:
-        cadence = hints.learned_cadence(stream.intervals)
-    hints.check_retire(retire, volume.now_s(), cadence)
+        cadence = lifetimes.learned_cadence(stream.intervals)
+    lifetimes.check_retire(retire, volume.now_s(), cadence)
 
 
 def _follow(volume: Volume, inode: Inode) -> None:

@@ -11,7 +11,7 @@ from typing import Self
 
 import trio
 
-from retainzfs import errors, hints, layout, placement, recovery
+from retainzfs import errors, layout, lifetimes, placement, recovery
 from retainzfs.committer import DATA_INTERVAL_S, Committer
 from retainzfs.device import Device
 from retainzfs.lanes import Lane, Lanes
@@ -35,7 +35,7 @@ RESERVE = 1.0  # longer names and policies, which a full filesystem still takes
 class Options:
     """How a volume is mounted. `commit`: close, fsync, or the seconds between commits."""
 
-    commit: hints.Durability = "fsync"
+    commit: lifetimes.Durability = "fsync"
     policy: str = "retainz"
     pool: int = POOL  # bytes of staging memory
     wall_ns: Callable[[], int] = time.time_ns

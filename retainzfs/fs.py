@@ -30,7 +30,7 @@ import pyfuse3
 import trio
 from pyfuse3 import EntryAttributes, FileInfo, FUSEError, RequestContext, SetattrFields
 
-from retainzfs import control, hints
+from retainzfs import control, lifetimes
 from retainzfs.errors import DeviceError, DeviceGone, RetainzError, Unreadable
 from retainzfs.volume import ROOT, FSError, Inode, Volume
 
@@ -434,11 +434,11 @@ class Filesystem(pyfuse3.Operations):
 
     def _allowed(self, name: bytes, ctx: RequestContext) -> None:
         """Some attributes reach beyond their file: only for root and the mounting user."""
-        if not hints.is_ours(name) or ctx.uid in (0, self.owner):
+        if not lifetimes.is_ours(name) or ctx.uid in (0, self.owner):
             return
-        short = name.removeprefix(hints.PREFIX.encode()).decode(errors="replace")
-        attribute = hints.ATTRIBUTES.get(short)
-        if attribute is not None and attribute.access is hints.Access.ADMIN:
+        short = name.removeprefix(lifetimes.PREFIX.encode()).decode(errors="replace")
+        attribute = lifetimes.ATTRIBUTES.get(short)
+        if attribute is not None and attribute.access is lifetimes.Access.ADMIN:
             raise FSError(errno.EPERM, os.fsdecode(name))
 
 

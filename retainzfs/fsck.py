@@ -19,8 +19,8 @@ from retainzfs import consistency, errors, journal, recovery
 from retainzfs.device import Condition, Device, ZoneReport, open_target
 from retainzfs.device.heads import head_faults
 from retainzfs.extents import StoredRuns
-from retainzfs.hints import format_size
 from retainzfs.layout import BLOCK
+from retainzfs.lifetimes import format_size
 from retainzfs.mending import Mender
 from retainzfs.namespace import Inode, Namespace, Run
 from retainzfs.scrub import Pace, stored_bytes, verify

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from retainzfs import hints, layout
-from retainzfs.hints import FileClass, Layout
+from retainzfs import layout, lifetimes
+from retainzfs.lifetimes import FileClass, Layout
 from retainzfs.namespace import Inode
 from retainzfs.retention import Context, Retention, State, Stream
 
@@ -99,7 +99,9 @@ def explain(retention: Retention, inode: Inode) -> dict[str, Any]:
     }
 
 
-def _origin(record: layout.GenerationRecord | None, context: Context, policy: hints.Policy) -> str:
+def _origin(
+    record: layout.GenerationRecord | None, context: Context, policy: lifetimes.Policy
+) -> str:
     if record is not None:
         return record.origin.decode(errors="replace")
     if context.match is not None:

@@ -18,7 +18,7 @@ from typing import NoReturn, TextIO
 
 import trio
 
-from retainzfs import failpoints, hints, mkfs, placement, session
+from retainzfs import failpoints, lifetimes, mkfs, placement, session
 from retainzfs.device import is_memory
 from retainzfs.errors import MountError, NotYet, RetainzError, UsageError
 from retainzfs.mounts import find_mount
@@ -49,7 +49,7 @@ HELPER_FAILED = 32
 class MountOptions:
     """What `-o` says. `pool` in bytes; `kernel` goes to libfuse as it is."""
 
-    commit: hints.Durability = "fsync"
+    commit: lifetimes.Durability = "fsync"
     policy: str = "retainz"
     pool: int | None = None
     allow_other: bool = False
@@ -94,15 +94,17 @@ def parse_options(texts: Iterable[str], *, sloppy: bool = False) -> MountOptions
 def _value(name: str, text: str) -> object:
     try:
         if name == "commit":
-            return hints.parse_durability(text)
+            return lifetimes.parse_durability(text)
         if name == "policy":
             placement.policy(text)
             return text
-        pool = hints.parse_size(text)
+        pool = lifetimes.parse_size(text)
     except (ValueError, RetainzError) as error:
         raise UsageError(f"mount option {name}={text}: {error}") from error
     if pool < POOL_MIN:
-        raise UsageError(f"mount option pool={text}: the least is {hints.format_size(POOL_MIN)}")
+        raise UsageError(
+            f"mount option pool={text}: the least is {lifetimes.format_size(POOL_MIN)}"
+        )
     return pool
 
 

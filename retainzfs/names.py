@@ -8,10 +8,10 @@ import os
 import stat
 from collections.abc import Iterator
 
-from retainzfs import hints, layout
+from retainzfs import layout, lifetimes
 from retainzfs.core import GROWTH, RESERVE, Core
 from retainzfs.errors import RetainzError
-from retainzfs.hints import FileClass
+from retainzfs.lifetimes import FileClass
 from retainzfs.namespace import FSError, Inode
 from retainzfs.retention import State
 
@@ -120,7 +120,7 @@ class Names(Core):
         `rm -r` deletes in this order; a crash in its middle must not leave what looks complete.
         """
         names = list(self.namespace.directory(ino).items())
-        names.sort(key=lambda item: not hints.is_marker(item[0]))
+        names.sort(key=lambda item: not lifetimes.is_marker(item[0]))
         return names
 
     def remove_tree(self, parent: int, name: bytes) -> None:
@@ -131,7 +131,7 @@ class Names(Core):
         below = list(self._below(top))
         if len(below) > TREE_MAX:
             below.reverse()  # what is in a directory before the directory
-            below.sort(key=lambda found: not (found[0].is_file and hints.is_marker(found[2])))
+            below.sort(key=lambda found: not (found[0].is_file and lifetimes.is_marker(found[2])))
             for part in below:
                 self._remove([part])
             below = []
@@ -334,7 +334,7 @@ class Names(Core):
         within = context.match is not None or parent in self.retention.streams
         return self._rule(context.policy, within)
 
-    def _rule(self, policy: hints.Policy, within_stream: bool) -> bool:
+    def _rule(self, policy: lifetimes.Policy, within_stream: bool) -> bool:
         rule = self.options.commit if policy.commit is None else policy.commit
         if rule != "fsync":
             return rule == "close"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from retainzfs.hints import FileClass
+from retainzfs.lifetimes import FileClass
 from retainzfs.retention import State as Completion
 from retainzfs.trouble import STATES
 from retainzfs.zones import LOST, Kind, State, Zone

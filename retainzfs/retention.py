@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from statistics import median
 
-from retainzfs import hints, layout
-from retainzfs.hints import FileClass
+from retainzfs import layout, lifetimes
 from retainzfs.lanes import Hint
+from retainzfs.lifetimes import FileClass
 from retainzfs.namespace import ROOT, Inode, Namespace
 from retainzfs.zones import Kind
 
@@ -54,9 +54,9 @@ class Stream:
 class Context:
     """What holds for one path."""
 
-    policy: hints.Policy
+    policy: lifetimes.Policy
     chain: tuple[int, ...]  # inodes whose attributes were looked at, nearest first
-    match: hints.Match | None
+    match: lifetimes.Match | None
     stream: int  # inode of the stream's directory, 0 without a match
     names: tuple[bytes, ...]  # of the directories from the root
 
@@ -99,7 +99,7 @@ class Retention:
         base = self._of_directory(directory)
         if not name or base.match is not None:
             return base
-        match = hints.recognise([*base.names, name])
+        match = lifetimes.recognise([*base.names, name])
         if match is None:
             return base
         stream = self._stream_of(directory, match)
@@ -113,9 +113,9 @@ class Retention:
         if cached is not None and cached[0] == version:
             return cached[1]
         chain = tuple(self._ancestors(ino))
-        policy = hints.resolve([self.namespace.get(i).xattrs or {} for i in chain])
+        policy = lifetimes.resolve([self.namespace.get(i).xattrs or {} for i in chain])
         components = self.namespace.components(ino)
-        match = hints.recognise(components) if components else None
+        match = lifetimes.recognise(components) if components else None
         if match is not None and not match.is_directory and match.depth == len(components) - 1:
             match = None  # a directory with the name of a file
         stream = self._stream_of(ino, match) if match is not None else 0
@@ -132,17 +132,17 @@ class Retention:
             ino = inode.parent
         yield ROOT
 
-    def _stream_of(self, directory: int, match: hints.Match) -> int:
+    def _stream_of(self, directory: int, match: lifetimes.Match) -> int:
         chain = list(self._ancestors(directory))[::-1]  # root first; chain[i] is named by [i - 1]
         return chain[min(match.depth, len(chain) - 1)]
 
-    def policy_of(self, inode: Inode) -> hints.Policy:
+    def policy_of(self, inode: Inode) -> lifetimes.Policy:
         """Return the policy of an inode, its own attributes included."""
         base = self._of_directory(inode.ino if inode.is_dir else inode.parent)
         if inode.is_dir or not inode.xattrs:
             return base.policy
         chain = [inode.xattrs, *(self.namespace.get(i).xattrs or {} for i in base.chain)]
-        return hints.resolve(chain)
+        return lifetimes.resolve(chain)
 
     def kind_of(self, inode: Inode) -> Kind:
         """Return the kind of zone for an inode's bytes when it is in no generation."""
@@ -155,7 +155,7 @@ class Retention:
         """Return the seconds between saves, declared or learned."""
         inode = self.namespace.inodes.get(stream.ino)
         declared = self.policy_of(inode).cadence_s if inode is not None else None
-        return declared or hints.learned_cadence(stream.intervals)
+        return declared or lifetimes.learned_cadence(stream.intervals)
 
     def forget(self, inode: Inode) -> None:
         """A directory was removed."""
@@ -209,7 +209,7 @@ class Retention:
         self.stream(inode.ino).numbers[0] = record.generation
         return record.generation, [record]
 
-    def _born(self, stream: int, number: int, policy: hints.Policy) -> layout.GenerationRecord:
+    def _born(self, stream: int, number: int, policy: lifetimes.Policy) -> layout.GenerationRecord:
         now = self.now_s()
         birth = now if policy.birth is None else policy.birth
         generation = self.namespace.next_generation
@@ -260,7 +260,7 @@ class Retention:
         doubts = [inode.doubt for inode in members if inode.doubt]
         if doubts:
             return self.incomplete(generation, doubts[0])
-        if any(i.is_being_written and not hints.is_tracker(i.name) for i in members):
+        if any(i.is_being_written and not lifetimes.is_tracker(i.name) for i in members):
             self.claimed.add(generation)
             return []
         again = record.order > 0  # saved anew, or one more of its files: no new interval
@@ -344,7 +344,7 @@ class Retention:
     def _learn(self, stream: Stream, record: layout.GenerationRecord) -> None:
         if record.committed > stream.last_commit_s:
             stream.intervals.append(record.committed - stream.last_commit_s)
-            del stream.intervals[: -hints.lifetimes.CADENCE_HISTORY]
+            del stream.intervals[: -lifetimes.prediction.CADENCE_HISTORY]
         stream.last_commit_s = record.committed
         stream.size = record.size or stream.size
         self._unit = None
@@ -381,7 +381,7 @@ class Retention:
             if not _same(retire, record.retire) or origin_bytes != record.origin:
                 yield record._replace(retire=retire, origin=origin_bytes)
 
-    def _policy_for(self, record: layout.GenerationRecord) -> hints.Policy:
+    def _policy_for(self, record: layout.GenerationRecord) -> lifetimes.Policy:
         """Return the policy of a generation: an anchor or a retirement that is stated at one of
         its files goes before what its stream says."""
         policies = [self.policy_of(inode) for inode in self.tops(record)]
@@ -389,11 +389,11 @@ class Retention:
         stated = [p for p in policies if p.anchor] or [p for p in policies if p.retire is not None]
         return (stated or policies)[0]
 
-    def judge(self, inode: Inode, stem: bytes, finding: hints.Finding) -> str:
+    def judge(self, inode: Inode, stem: bytes, finding: lifetimes.Finding) -> str:
         """What speaks against a single file that was just closed being whole; "" if nothing."""
-        if finding.verdict is hints.Verdict.OK:
+        if finding.verdict is lifetimes.Verdict.OK:
             return ""
-        if finding.verdict is hints.Verdict.BROKEN:
+        if finding.verdict is lifetimes.Verdict.BROKEN:
             return finding.reason
         record = self.namespace.generations[inode.generation]
         learned = self.stream(record.stream).stems.get(stem, 0)
@@ -407,15 +407,15 @@ class Retention:
         if match is None or match.temporary:
             return False
         at_top = match.depth == len(self._of_directory(directory).names) - 1
-        return at_top and hints.marker(match.layout, name)
+        return at_top and lifetimes.marker(match.layout, name)
 
     # Retirement
 
     def _retirement(
-        self, stream: Stream | None, birth: float, policy: hints.Policy, number: int
+        self, stream: Stream | None, birth: float, policy: lifetimes.Policy, number: int
     ) -> tuple[float, str]:
-        cadence = hints.learned_cadence(stream.intervals) if stream is not None else None
-        retire, origin = hints.retirement(birth, cadence, policy, number)
+        cadence = lifetimes.learned_cadence(stream.intervals) if stream is not None else None
+        retire, origin = lifetimes.retirement(birth, cadence, policy, number)
         if retire is None and policy.keep_last is not None:
             # The first save of a stream: rank it with the latest known retirement.
             known = [

@@ -39,7 +39,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from retainzfs import attributes, errors, generations, hints, layout, observe, scrub
+from retainzfs import attributes, errors, generations, layout, lifetimes, observe, scrub
 from retainzfs.core import GROWTH, RESERVE, Options
 from retainzfs.inodes import Spans
 from retainzfs.lanes import stored
@@ -61,7 +61,9 @@ __all__ = [
 WRITE_SLACK = 2 * BLOCK  # a write touches at most a partial block at either end
 CAPABILITY = b"security.capability"
 TIME_NS_MIN, TIME_NS_MAX = -(1 << 63), (1 << 63) - 1  # years 1677 to 2262, as the record holds
-TRACKER_READ = hints.markers.TRACKER_LENGTH_MAX + 1  # bytes of a tracker file that are looked at
+TRACKER_READ = (
+    lifetimes.markers.TRACKER_LENGTH_MAX + 1
+)  # bytes of a tracker file that are looked at
 # Runs that are cut short, at a drain or at a zone's end, have trailers too.
 PROMISE_SLACK = 16 * BLOCK
 INODE_COST = 256  # bytes of metadata that a file takes on average, for `statfs`
@@ -297,28 +299,28 @@ class Volume(Names):
         elif completes or inode.generation in self.retention.claimed:
             self.completed(inode.generation)
 
-    async def _examine(self, inode: Inode, name: bytes) -> hints.Finding:
+    async def _examine(self, inode: Inode, name: bytes) -> lifetimes.Finding:
         """Return what a file's own format says about it being whole."""
         size = inode.size
-        examination = hints.examination(name, size)
+        examination = lifetimes.examination(name, size)
         try:
             wanted = next(examination)
             while True:
                 data = bytes(await self.reader.read(inode, *wanted))
                 wanted = examination.send(data)
         except StopIteration as stop:
-            finding: hints.Finding = stop.value
+            finding: lifetimes.Finding = stop.value
             return finding
 
     async def _follow_tracker(self, inode: Inode) -> None:
         """A file outside the generations was closed; perhaps it says which one is complete."""
-        if not hints.is_tracker(inode.name):
+        if not lifetimes.is_tracker(inode.name):
             return
         try:
             told = bytes(await self.reader.read(inode, 0, TRACKER_READ))
         except errors.Unreadable:
             return
-        target = hints.tracked(inode.name, told)
+        target = lifetimes.tracked(inode.name, told)
         if target is not None:
             self.completed(self.retention.known(inode.parent, target))
             inode.changed = self.committer.round  # to be durable with it, if its close waits at all
@@ -404,7 +406,7 @@ class Volume(Names):
 
     async def setxattr(self, ino: int, name: bytes, value: bytes, flags: int = 0) -> None:
         """Set an extended attribute; ours are checked and acted on (BadAttribute, NotYet)."""
-        await self._admit(RESERVE if hints.is_ours(name) else GROWTH)
+        await self._admit(RESERVE if lifetimes.is_ours(name) else GROWTH)
         await attributes.set_(self, self.namespace.get(ino), name, value, flags)
 
     async def removexattr(self, ino: int, name: bytes) -> None:
@@ -430,7 +432,7 @@ class Volume(Names):
         self._check()
         return await self.reclaim.collect()
 
-    def scrub_as(self, order: hints.ScrubOrder) -> None:
+    def scrub_as(self, order: lifetimes.ScrubOrder) -> None:
         """Begin or end a scrub. Raises FSError(EBUSY) while one runs."""
         if order.rate == 0:
             self.scrub.stop()

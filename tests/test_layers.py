@@ -23,7 +23,7 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
     for layer in (
         "errors",
         "_zio failpoints mounts",
-        "layout hints",
+        "layout lifetimes",
         "device",
         "zones inodes replay",
         "namespace placement journal",
@@ -53,7 +53,7 @@ RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 # Outside packages, and who may import them: FUSE stays in the adapter, and what is pure neither
 # waits nor touches a descriptor.
 FUSE_ROOMS = {"fs", "control", "session"}
-PURE = {"errors", "layout", "hints", "zones", "placement", "inodes", "namespace", "consistency"}
+PURE = {"errors", "layout", "lifetimes", "zones", "placement", "inodes", "namespace", "consistency"}
 IMPURE = {"trio", "pyfuse3", "subprocess", "socket", "threading", "asyncio"}
 
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from typing import Any, NamedTuple, Self
 
-from retainzfs import errors, hints
+from retainzfs import errors, lifetimes
 from retainzfs.device.faults import FaultDevice
 from retainzfs.layout import BLOCK
 from retainzfs.namespace import ROOT, Inode
@@ -527,7 +527,7 @@ class WatchedVolume(Volume):
             members = self.retention.members.get(self.inode(ino).generation, set())
             told = {i: v for i, v in versions.items() if i in members}
             self._acknowledge(steps, told, self.inode(ino))
-        elif not (hints.is_ours(name) and name not in (self.inode(ino).xattrs or {})):
+        elif not (lifetimes.is_ours(name) and name not in (self.inode(ino).xattrs or {})):
             self._attribute(ino, name, bytes(value))
 
     async def removexattr(self, ino: int, name: bytes) -> None:

@@ -14,7 +14,7 @@ from retainzfs import mounts
 from retainzfs.cli import zonemap
 from retainzfs.cli.output import print_json, print_table
 from retainzfs.errors import MountError
-from retainzfs.hints import PREFIX, format_size
+from retainzfs.lifetimes import PREFIX, format_size
 
 if TYPE_CHECKING:
     from retainzfs.cli.output import Commands

@@ -11,7 +11,7 @@ from retainzfs import fsck, mkfs, mounting, repair, unmounting
 from retainzfs.cli.inspect import told
 from retainzfs.cli.output import Progress, print_json, rate_argument, size_argument
 from retainzfs.errors import UsageError
-from retainzfs.hints import format_size
+from retainzfs.lifetimes import format_size
 
 if TYPE_CHECKING:
     from retainzfs.cli.output import Commands

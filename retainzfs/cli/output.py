@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
-from retainzfs.hints import format_size, parse_size
+from retainzfs.lifetimes import format_size, parse_size
 
 if TYPE_CHECKING:
     Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"

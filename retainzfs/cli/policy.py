@@ -7,11 +7,11 @@ import errno
 import os
 from typing import TYPE_CHECKING, Any
 
-from retainzfs import hints
+from retainzfs import lifetimes
 from retainzfs.cli.inspect import asked, mount_of, told
 from retainzfs.cli.output import print_json
 from retainzfs.errors import MountError, NotYet
-from retainzfs.hints import PREFIX, format_size
+from retainzfs.lifetimes import PREFIX, format_size
 
 if TYPE_CHECKING:
     from retainzfs.cli.output import Commands
@@ -71,7 +71,7 @@ def _hint(given: argparse.Namespace) -> int:
     wanted = {name: getattr(given, f"set_{name}") for name in (*VALUES, *SWITCHES)}
     values = {name: value.encode() for name, value in wanted.items() if value is not None}
     for name, value in values.items():
-        hints.parse(name, value)  # its message says more than the kernel's EINVAL
+        lifetimes.parse(name, value)  # its message says more than the kernel's EINVAL
     asked(given.path, "explain")
     if given.clear:
         _clear(given.path)

@@ -14,7 +14,7 @@ from retainzfs.cli.inspect import mount_of, told
 from retainzfs.cli.output import Progress, print_json, rate_argument
 from retainzfs.errors import MountError
 from retainzfs.extents import Damage
-from retainzfs.hints import PREFIX, format_size
+from retainzfs.lifetimes import PREFIX, format_size
 
 if TYPE_CHECKING:
     from retainzfs.cli.output import Commands

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from retainzfs.hints import format_size
+from retainzfs.lifetimes import format_size
 
 RULER = 8  # columns for a row's first zone
 GROUP = 8  # cells between two blanks

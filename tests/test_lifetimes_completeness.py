@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from retainzfs.hints import (
+from retainzfs.lifetimes import (
     Finding,
     Verdict,
     examination,

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from retainzfs.errors import BadAttribute, NotYet
-from retainzfs.hints import (
+from retainzfs.lifetimes import (
     ATTRIBUTES,
     NUMBER_MAX,
     PREFIX,
@@ -26,7 +26,7 @@ from retainzfs.hints import (
     retirement,
     settable,
 )
-from retainzfs.hints.units import SIZE_MAX
+from retainzfs.lifetimes.units import SIZE_MAX
 
 pytestmark = pytest.mark.pure
 

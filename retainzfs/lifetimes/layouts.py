@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from retainzfs.hints.attributes import NUMBER_MAX
-from retainzfs.hints.markers import EXTENSION, Layout, is_tracker
+from retainzfs.lifetimes.attributes import NUMBER_MAX
+from retainzfs.lifetimes.markers import EXTENSION, Layout, is_tracker
 
 
 @dataclass(frozen=True, slots=True)

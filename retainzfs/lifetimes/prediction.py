@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from statistics import median_low
 from typing import NamedTuple
 
-from retainzfs.hints.attributes import Policy
+from retainzfs.lifetimes.attributes import Policy
 
 CADENCE_HISTORY = 8
 """Saves that a learned cadence looks back on: enough to outvote pauses, few enough to follow."""

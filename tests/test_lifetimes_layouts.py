@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from retainzfs.hints import (
+from retainzfs.lifetimes import (
     NUMBER_MAX,
     Layout,
     is_marker,

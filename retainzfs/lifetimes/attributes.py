@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 from retainzfs.errors import BadAttribute, NotYet
-from retainzfs.hints.units import DURATION_ACCEPTED, SIZE_ACCEPTED, parse_duration, parse_size
+from retainzfs.lifetimes.units import DURATION_ACCEPTED, SIZE_ACCEPTED, parse_duration, parse_size
 
 PREFIX = "user.retainz."
 

@@ -1,10 +1,10 @@
 """What is known about data before it is written: attributes, generations, retirement (pure).
 
 No I/O happens here. `attributes` reads what users state, `layouts` what names tell, `markers` and
-`completeness` whether a generation is whole, `lifetimes` turns it into a retirement epoch.
+`completeness` whether a generation is whole, `prediction` turns it into a retirement epoch.
 """
 
-from retainzfs.hints.attributes import (
+from retainzfs.lifetimes.attributes import (
     ATTRIBUTES,
     NUMBER_MAX,
     PREFIX,
@@ -23,15 +23,14 @@ from retainzfs.hints.attributes import (
     resolve,
     settable,
 )
-from retainzfs.hints.completeness import (
+from retainzfs.lifetimes.completeness import (
     Examination,
     Finding,
     Verdict,
     examination,
 )
-from retainzfs.hints.layouts import Match, recognise, without_temporary
-from retainzfs.hints.lifetimes import Hint, learned_cadence, retirement
-from retainzfs.hints.markers import (
+from retainzfs.lifetimes.layouts import Match, recognise, without_temporary
+from retainzfs.lifetimes.markers import (
     Layout,
     is_marker,
     is_tracker,
@@ -40,7 +39,8 @@ from retainzfs.hints.markers import (
     tracked,
     unfinished_marker,
 )
-from retainzfs.hints.units import format_size, parse_duration, parse_size
+from retainzfs.lifetimes.prediction import Hint, learned_cadence, retirement
+from retainzfs.lifetimes.units import format_size, parse_duration, parse_size
 
 __all__ = [
     "ATTRIBUTES",

@@ -15,7 +15,7 @@ import struct
 from collections.abc import Generator
 from typing import Any, NamedTuple
 
-from retainzfs.hints.layouts import without_temporary
+from retainzfs.lifetimes.layouts import without_temporary
 
 HEAD_BYTES = 4096
 """So much of the start shows the format."""
