@@ -9,22 +9,21 @@ import stat
 from collections.abc import Iterator
 
 from retainzfs import layout, lifetimes
-from retainzfs.core import GROWTH, RESERVE, Core
+from retainzfs.core import GROWTH, RESERVE
 from retainzfs.errors import RetainzError
 from retainzfs.lifetimes import FileClass
-from retainzfs.namespace import FSError, Inode
+from retainzfs.namespace import LIMBO, ROOT, FSError, Inode
+from retainzfs.removal import Removal
 from retainzfs.retention import State
 
 RENAME_NOREPLACE = 1
 RENAME_EXCHANGE = 2
 LINK_MAX = 65000
-TREE_MAX = 100  # names that are removed as one operation; their records fit into any batch
-
 
 log = logging.getLogger(__name__)
 
 
-class Names(Core):
+class Names(Removal):
     """Operations on names; `Volume` adds those on bytes and attributes."""
 
     async def make(
@@ -119,44 +118,13 @@ class Names(Core):
 
         `rm -r` deletes in this order; a crash in its middle must not leave what looks complete.
         """
-        names = list(self.namespace.directory(ino).items())
+        names = [
+            item
+            for item in self.namespace.directory(ino).items()
+            if ino != ROOT or item[0] != LIMBO
+        ]
         names.sort(key=lambda item: not lifetimes.is_marker(item[0]))
         return names
-
-    def remove_tree(self, parent: int, name: bytes) -> None:
-        """Remove a name with everything below it, as one operation: a reader, or a crash, finds
-        the whole tree or none of it. Only of a tree that is too large for one batch parts go
-        first, completion markers before all."""
-        top = self.namespace.child(parent, name)
-        below = list(self._below(top))
-        if len(below) > TREE_MAX:
-            below.reverse()  # what is in a directory before the directory
-            below.sort(key=lambda found: not (found[0].is_file and lifetimes.is_marker(found[2])))
-            for part in below:
-                self._remove([part])
-            below = []
-        self._remove([(top, parent, name), *below])
-
-    def _remove(self, found: list[tuple[Inode, int, bytes]]) -> None:
-        """Remove names, and what has no other, as one operation; the first one holds the rest."""
-        now = self.options.wall_ns()
-        top, parent, name = found[0]
-        records: list[layout.Record] = [
-            layout.UnlinkRecord(parent, name),
-            self._touched(self.namespace.get(parent), now, links=-int(top.is_dir)),
-        ]
-        # A directory that somebody has open stays; nobody finds in it what is gone.
-        records += [
-            layout.UnlinkRecord(directory, below)
-            for _, directory, below in found[1:]
-            if self.namespace.get(directory).handles
-        ]
-        names: dict[int, int] = {}
-        for inode, _, _ in found:
-            names[inode.ino] = names.get(inode.ino, 0) + 1
-        for ino, count in names.items():
-            records += self._unlinked(self.namespace.get(ino), now, count)
-        self.committer.log(*records)
 
     def _below(self, top: Inode) -> Iterator[tuple[Inode, int, bytes]]:
         """Yield (inode, directory, name) for every name below, a directory before its names."""
@@ -218,14 +186,12 @@ class Names(Core):
         flags: int,
     ) -> None:
         where = os.fsdecode(new_name)
-        if not self.namespace.get(new_parent).nlink:
+        if self.namespace.removed(self.namespace.get(new_parent)):
             raise FSError(errno.ENOENT, where, "its directory was removed")
         if flags & ~(RENAME_NOREPLACE | RENAME_EXCHANGE):
             raise FSError(errno.EINVAL, where, f"unknown rename flags {flags:#x}")
         if len(new_name) > layout.NAME_MAX:
             raise FSError(errno.ENAMETOOLONG, where)
-        if self.namespace.get(new_parent).nlink == 0:
-            raise FSError(errno.ENOENT, where, "its directory was removed")
         if flags & RENAME_NOREPLACE and target is not None:
             raise FSError(errno.EEXIST, where)
         if flags & RENAME_EXCHANGE and target is None:
@@ -297,30 +263,11 @@ class Names(Core):
             raise FSError(errno.ENAMETOOLONG, os.fsdecode(name))
         entries = self.namespace.directory(parent)
         directory = self.namespace.get(parent)
-        if directory.nlink == 0:
+        if self.namespace.removed(directory):
             raise FSError(errno.ENOENT, os.fsdecode(name), "its directory was removed")
         if name in entries:
             raise FSError(errno.EEXIST, os.fsdecode(name))
         return directory
-
-    def _touched(self, directory: Inode, now_ns: int, links: int = 0) -> layout.InodeRecord:
-        record = self.namespace.describe(directory)
-        return record._replace(mtime_ns=now_ns, ctime_ns=now_ns, nlink=record.nlink + links)
-
-    def _unlinked(self, inode: Inode, now_ns: int, names: int = 1) -> list[layout.Record]:
-        """Return the records for a name less; the last one takes the bytes along, unless the
-        inode is in use."""
-        left = 0 if inode.is_dir else inode.nlink - names
-        if inode.is_dir:
-            self.retention.forget(inode)
-        record = self.namespace.describe(inode)._replace(nlink=left, ctime_ns=now_ns)
-        records: list[layout.Record] = [record]
-        if left == 0 and not inode.in_use:
-            self.committer.forget(inode)
-            records.append(layout.FreeRecord(inode.ino))
-        if left == 0:
-            records += self.left(inode)
-        return records
 
     def syncs(self, inode: Inode) -> bool:
         """Whether close and rename of the inode return only when it is durable."""
@@ -411,17 +358,24 @@ class Names(Core):
             due = frozenset(self.retention.reapable(generation))
             # Asked anew each time: meanwhile a name may be another's, or a generation kept.
             while (first := next(self._retired(generation, due), None)) is not None:
-                parent, name = first
-                log.info("reaping %s/%s", self.namespace.path(parent), os.fsdecode(name))
-                self.remove_tree(parent, name)
-                await self.reaped(parent, name)
+                retired, names = first
+                for parent, name in names:
+                    log.info("reaping %s/%s", self.namespace.path(parent), os.fsdecode(name))
+                self.remove_trees(names, *self.retention.retire(retired))
+                for parent, name in names:
+                    await self.reaped(parent, name)
+            await self.clear()
         except RetainzError as error:
             log.warning("reaping is left to the next save: %s", error)
 
-    def _retired(self, generation: int, due: frozenset[int]) -> Iterator[tuple[int, bytes]]:
+    def _retired(
+        self, generation: int, due: frozenset[int]
+    ) -> Iterator[tuple[int, list[tuple[int, bytes]]]]:
+        """Yield (generation, its names) of what the stream keeps no longer."""
         for retired in self.retention.reapable(generation):
-            if retired in due:
-                yield from self.retention.names_of(retired)
+            names = self.retention.names_of(retired)
+            if retired in due and names:
+                yield retired, names
 
     async def reaped(self, parent: int, name: bytes) -> None:
         """A name is gone without anybody having asked; whoever caches names overrides this."""

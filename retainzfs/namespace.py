@@ -12,6 +12,7 @@ Invariants
 - `shadow` holds what the journal still says about the ranges in `dirty`: the extents that were
   overwritten in memory and not yet in the log. A crash brings them back, so their bytes stay live.
 - `content` holds the bytes of block 0 when no extent does.
+- What lies in limbo has no names for anybody: `directory` is empty there.
 """
 
 from __future__ import annotations
@@ -27,9 +28,22 @@ from retainzfs.errors import FSError, RetainzError
 from retainzfs.inodes import Extent, Inode, Run, Spans
 from retainzfs.layout import BLOCK
 
-__all__ = ["ROOT", "Extent", "FSError", "Inode", "Ledger", "Namespace", "Run", "map_record"]
+__all__ = [
+    "LIMBO",
+    "ROOT",
+    "Extent",
+    "FSError",
+    "Inode",
+    "Ledger",
+    "Namespace",
+    "Run",
+    "map_record",
+]
 
 ROOT = 1
+# In the root: the directory of trees that were removed and are not yet freed. Nobody meets it: a
+# mount answers to this name with its control directory.
+LIMBO = b".retainz"
 
 
 class Ledger(Protocol):
@@ -83,10 +97,22 @@ class Namespace:
         return inode
 
     def directory(self, ino: int) -> dict[bytes, int]:
+        """Return the names in a directory, none when it was removed. Raises FSError(ENOTDIR)."""
         inode = self.get(ino)
         if inode.entries is None:
             raise FSError(errno.ENOTDIR, self.path(ino))
-        return inode.entries
+        return {} if self.removed(inode) else inode.entries
+
+    def removed(self, inode: Inode) -> bool:
+        """Whether nothing leads to the inode any more."""
+        return not inode.nlink or (self.limbo is not None and self.below(inode, self.limbo.ino))
+
+    @property
+    def limbo(self) -> Inode | None:
+        root = self.inodes.get(ROOT)
+        ino = root.entries.get(LIMBO) if root is not None and root.entries else None
+        inode = self.inodes.get(ino) if ino is not None else None
+        return inode if inode is not None and inode.is_dir else None
 
     def child(self, parent: int, name: bytes) -> Inode:
         ino = self.directory(parent).get(name)

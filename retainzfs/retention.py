@@ -35,7 +35,7 @@ class State(enum.IntEnum):
     WRITING = 0
     COMPLETE = 1
     INCOMPLETE = 2
-    RETIRED = 3  # policy keeps it no longer, and it is still there
+    RETIRED = 3  # policy keeps it no longer; of a record: its names are gone, its bytes follow
 
 
 @dataclass(slots=True)
@@ -80,6 +80,8 @@ class Retention:
                 self.members.setdefault(inode.generation, set()).add(inode.ino)
         records = sorted(self.namespace.generations.values(), key=lambda r: r.order)
         for record in records:
+            if record.state == State.RETIRED:
+                continue
             stream = self.stream(record.stream)
             stream.numbers[record.number] = record.generation
             if record.state == State.INCOMPLETE:
@@ -253,7 +255,7 @@ class Retention:
         Not if one of its files speaks against that; and not yet if one is still being written.
         """
         record = self.namespace.generations.get(generation)
-        if record is None or record.state == State.COMPLETE:
+        if record is None or record.state in (State.COMPLETE, State.RETIRED):
             return []
         stream = self.stream(record.stream)
         members = self._members(generation)
@@ -282,7 +284,7 @@ class Retention:
     def incomplete(self, generation: int, reason: str) -> list[layout.Record]:
         """Something speaks against the generation being complete: it does not count."""
         record = self.namespace.generations.get(generation)
-        if record is None:
+        if record is None or record.state == State.RETIRED:
             return []
         self.claimed.discard(generation)
         self.reasons[generation] = reason
@@ -327,7 +329,7 @@ class Retention:
         if inode.judged != inode.writes:
             return []
         record = self.namespace.generations.get(inode.generation)
-        if record is None or record.state == State.WRITING:
+        if record is None or record.state in (State.WRITING, State.RETIRED):
             return []
         return [self._writing(record)]
 
@@ -477,6 +479,14 @@ class Retention:
         complete.sort(key=lambda r: -r.order)
         beyond = complete[policy.keep_last :]
         return [r.generation for r in beyond if not math.isinf(r.retire)]
+
+    def retire(self, generation: int) -> list[layout.Record]:
+        """All names of a generation go now; its bytes, and its record, follow piece by piece."""
+        record = self.namespace.generations[generation]
+        del self.stream(record.stream).numbers[record.number]
+        self.reasons.pop(generation, None)
+        self.claimed.discard(generation)
+        return [record._replace(state=State.RETIRED)]
 
     def tops(self, record: layout.GenerationRecord) -> list[Inode]:
         """Return what a generation consists of directly below its stream: a directory, or files."""

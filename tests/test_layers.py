@@ -35,6 +35,7 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
         "generations",
         "reclaim recovery",
         "core",
+        "removal",
         "names",
         "attributes observe",
         "volume",

@@ -1,0 +1,149 @@
+"""Removal: of a name, and of whole trees that nobody asked us to walk.
+
+A tree is removed in two steps. One operation moves it into limbo, whatever its size: from then on
+no name leads to it, for readers and after a crash. Then it is freed name by name, in pieces; what
+is left of that at a crash is for the next mount. docs/design/retention.md gives the reasons.
+"""
+
+from __future__ import annotations
+
+import logging
+import stat
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, Self
+
+import trio
+
+from retainzfs import layout
+from retainzfs.core import Core, Options
+from retainzfs.device import Device
+from retainzfs.errors import RetainzError
+from retainzfs.namespace import LIMBO, ROOT, Inode
+
+log = logging.getLogger(__name__)
+
+NAME_COST = 400  # bytes of records, at most, that move a name into limbo
+PIECE = 100  # names that are freed before others have their turn
+
+
+class Removal(Core):
+    """A mounted volume that can forget; `Names` adds the operations that programs ask for."""
+
+    def __init__(self, *parts: Any) -> None:
+        super().__init__(*parts)
+        self._clearing = trio.Lock()
+
+    @classmethod
+    @asynccontextmanager
+    async def mounted(cls, device: Device, options: Options) -> AsyncIterator[Self]:
+        async with super().mounted(device, options) as volume:
+            volume.nursery.start_soon(volume.clear)
+            yield volume
+            await volume.clear()
+
+    def remove_trees(self, names: Sequence[tuple[int, bytes]], *records: layout.Record) -> None:
+        """Remove names, and all below them, as one operation, `records` included.
+
+        Of more names than fit into a batch the last ones go in further operations.
+        """
+        limbo = self.namespace.limbo or self._make_limbo()
+        step = self.journal.batch_max // NAME_COST
+        for at in range(0, len(names), step):
+            self._move_away(limbo, names[at : at + step], records)
+            records = ()
+
+    def _move_away(
+        self, limbo: Inode, names: Sequence[tuple[int, bytes]], also: Sequence[layout.Record]
+    ) -> None:
+        now = self.options.wall_ns()
+        records = list(also)
+        taken = set(limbo.entries or ())
+        moved = dict.fromkeys((parent for parent, _ in names), 0)  # directory → directories in it
+        for parent, name in names:
+            inode = self.namespace.child(parent, name)
+            place = b"%d" % inode.ino
+            while place in taken:  # another name of the same file
+                place += b"+"
+            taken.add(place)
+            moved[parent] += inode.is_dir
+            records += [
+                layout.UnlinkRecord(parent, name),
+                layout.LinkRecord(limbo.ino, place, inode.ino),
+                self.namespace.describe(inode)._replace(parent=limbo.ino, ctime_ns=now),
+            ]
+        for parent, count in moved.items():
+            records.append(self._touched(self.namespace.get(parent), now, links=-count))
+        records.append(self._touched(limbo, now, links=sum(moved.values())))
+        self.committer.log(*records)
+
+    def _make_limbo(self) -> Inode:
+        now = self.options.wall_ns()
+        ino = self.namespace.next_ino
+        mode = stat.S_IFDIR | 0o700
+        root = self.namespace.describe(self.namespace.get(ROOT))
+        self.committer.log(
+            layout.InodeRecord(ino, mode, 0, 0, 2, 0, now, now, now, 0, ROOT),
+            layout.LinkRecord(ROOT, LIMBO, ino),
+            root._replace(nlink=root.nlink + 1),  # its times are for what people see
+        )
+        return self.namespace.get(ino)
+
+    async def clear(self) -> None:
+        """Free what lies in limbo."""
+        async with self._clearing:
+            try:
+                while (limbo := self.namespace.limbo) is not None:
+                    await self._empty(limbo)
+                    if not limbo.entries:
+                        self._drop(ROOT, LIMBO)
+            except RetainzError as error:
+                log.warning("what was removed is left to the next mount to free: %s", error)
+
+    async def _empty(self, directory: Inode) -> None:
+        """Free everything below a directory in which nobody else can change anything."""
+        waiting = [(directory.ino, name) for name in directory.entries or ()]
+        dropped = 0
+        while waiting:
+            parent, name = waiting[-1]
+            inode = self.namespace.get((self.namespace.get(parent).entries or {})[name])
+            if inode.entries:
+                waiting += [(inode.ino, below) for below in inode.entries]
+                continue
+            waiting.pop()
+            self._drop(parent, name)
+            dropped += 1
+            if dropped % PIECE == 0:
+                await self._admit()
+                await trio.lowlevel.checkpoint()
+
+    def _drop(self, parent: int, name: bytes) -> None:
+        directory = self.namespace.get(parent)
+        inode = self.namespace.get((directory.entries or {})[name])
+        described = self.namespace.describe(directory)
+        self.committer.log(
+            layout.UnlinkRecord(parent, name),
+            described._replace(nlink=described.nlink - inode.is_dir),
+            *self._unlinked(inode, self.options.wall_ns()),
+        )
+
+    # Parts of an operation
+
+    def _touched(self, directory: Inode, now_ns: int, links: int = 0) -> layout.InodeRecord:
+        record = self.namespace.describe(directory)
+        return record._replace(mtime_ns=now_ns, ctime_ns=now_ns, nlink=record.nlink + links)
+
+    def _unlinked(self, inode: Inode, now_ns: int) -> list[layout.Record]:
+        """Return the records for a name less; the last one takes the bytes along, unless the
+        inode is in use."""
+        left = 0 if inode.is_dir else inode.nlink - 1
+        if inode.is_dir:
+            self.retention.forget(inode)
+        record = self.namespace.describe(inode)._replace(nlink=left, ctime_ns=now_ns)
+        records: list[layout.Record] = [record]
+        if left == 0 and not inode.in_use:
+            self.committer.forget(inode)
+            records.append(layout.FreeRecord(inode.ino))
+        if left == 0:
+            records += self.left(inode)
+        return records
