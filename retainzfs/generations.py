@@ -20,9 +20,13 @@ def table(retention: Retention, ino: int) -> list[dict[str, Any]]:
         if inode is None or not namespace.below(inode, ino):
             continue
         retired = _retired(retention, stream, inode)
+        kept = retention.pointed_at(stream.ino) if retired else {}
         for _, generation in sorted(stream.numbers.items()):
             record = namespace.generations[generation]
-            rows.append(_row(retention, record, generation in retired))
+            row = _row(retention, record, generation in retired.difference(kept))
+            if generation in retired and generation in kept:
+                row["origin"] += f"; kept: {kept[generation]}"
+            rows.append(row)
     return rows
 
 
@@ -84,6 +88,7 @@ def explain(retention: Retention, inode: Inode) -> dict[str, Any]:
         known = stream.numbers.get(context.match.number) if stream is not None else None
         record = namespace.generations.get(known or 0)
     finite = record is not None and math.isfinite(record.retire)
+    kept = retention.pointed_at(record.stream).get(record.generation) if record else None
     return {
         "path": namespace.path(inode.ino),
         "class": policy.file_class.value,
@@ -95,7 +100,7 @@ def explain(retention: Retention, inode: Inode) -> dict[str, Any]:
         "birth_epoch": None if record is None else record.birth,
         "retire_epoch": record.retire if record is not None and finite else None,
         "anchor": record is not None and math.isinf(record.retire),
-        "origin": _origin(record, context, policy),
+        "origin": _origin(record, context, policy) + (f"; kept: {kept}" if kept else ""),
     }
 
 

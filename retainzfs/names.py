@@ -355,6 +355,7 @@ class Names(Removal):
         """
         try:
             await self.committer.commit()
+            await self._ask_for_best(generation)
             due = frozenset(self.retention.reapable(generation))
             # Asked anew each time: meanwhile a name may be another's, or a generation kept.
             while (first := next(self._retired(generation, due), None)) is not None:
@@ -367,6 +368,22 @@ class Names(Removal):
             await self.clear()
         except RetainzError as error:
             log.warning("reaping is left to the next save: %s", error)
+
+    async def _ask_for_best(self, generation: int) -> None:
+        """Read what a complete generation's trainer says is the best one of its stream."""
+        for parent, name in self.retention.names_of(generation):
+            top = self.namespace.child(parent, name)
+            ino = (top.entries or {}).get(lifetimes.markers.TRAINER_STATE)
+            if ino is None:
+                continue
+            head = await self.reader.read(
+                self.namespace.get(ino), 0, lifetimes.markers.TRACKER_LENGTH_MAX
+            )
+            best = lifetimes.markers.best(bytes(head))
+            if best is None:
+                self.retention.best.pop(parent, None)
+            else:
+                self.retention.best[parent] = best
 
     def _retired(
         self, generation: int, due: frozenset[int]

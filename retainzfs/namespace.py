@@ -41,6 +41,7 @@ __all__ = [
 ]
 
 ROOT = 1
+LINKS_MAX = 40  # symbolic links that are followed in one path, as by Linux
 # In the root: the directory of trees that were removed and are not yet freed. Nobody meets it: a
 # mount answers to this name with its control directory.
 LIMBO = b".retainz"
@@ -136,6 +137,39 @@ class Namespace:
 
     def path(self, ino: int) -> str:
         return "/" + "/".join(map(os.fsdecode, self.components(ino)))
+
+    def follow(self, link: Inode, directory: int) -> list[Inode]:
+        """Return what a symbolic link in a directory leads through and to; [] when to nothing.
+
+        How much of an absolute target is the way to the mount we do not know: the longest ending
+        counts that leads somewhere from the root.
+        """
+        parts = link.content.split(b"/")
+        if not link.content.startswith(b"/"):
+            return self._walk(directory, parts)
+        endings = (self._walk(ROOT, parts[i:]) for i in range(1, len(parts)))
+        return next(filter(None, endings), [])
+
+    def _walk(self, directory: int, parts: list[bytes]) -> list[Inode]:
+        found: list[Inode] = []
+        links = 0
+        ahead = parts[::-1]
+        at = self.get(directory)
+        while ahead:
+            name = ahead.pop()
+            if name in (b"", b"."):
+                continue
+            ino = at.parent if name == b".." else (at.entries or {}).get(name)
+            inode = self.inodes.get(ino) if ino is not None else None
+            if inode is None or links > LINKS_MAX:
+                return []
+            if stat.S_ISLNK(inode.mode):
+                links += 1
+                ahead += inode.content.split(b"/")[::-1]
+                continue
+            found.append(inode)
+            at = inode
+        return found
 
     def below(self, inode: Inode, ancestor: int) -> bool:
         while inode.ino != ROOT:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import enum
 import math
+import os
+import stat
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from statistics import median
@@ -69,6 +71,7 @@ class Retention:
         self.members: dict[int, set[int]] = {}  # generation id → inodes
         self.announced: dict[int, dict[int, int]] = {}  # generation id → inode → promised size
         self.reasons: dict[int, str] = {}  # generation id → why it does not count as complete
+        self.best: dict[int, bytes] = {}  # stream's inode → name of its best, as its trainer says
         self.claimed: set[int] = set()  # generations that count once the last writer has closed
         self._contexts: dict[int, tuple[int, Context]] = {}
         self._unit: float | None = None
@@ -162,6 +165,7 @@ class Retention:
     def forget(self, inode: Inode) -> None:
         """A directory was removed."""
         self.streams.pop(inode.ino, None)
+        self.best.pop(inode.ino, None)
         self._contexts.pop(inode.ino, None)
 
     # Membership
@@ -464,7 +468,7 @@ class Retention:
     def reapable(self, generation: int) -> list[int]:
         """Return the generations that the stream of a just completed one keeps no longer.
 
-        The newest K in commit order and anchors are never among them.
+        The newest K in commit order, anchors, and what something points at are never among them.
         """
         newest = self.namespace.generations.get(generation)
         inode = self.namespace.inodes.get(newest.stream) if newest is not None else None
@@ -478,7 +482,35 @@ class Retention:
         complete = [r for r in records if r.state in (State.COMPLETE, State.RETIRED)]
         complete.sort(key=lambda r: -r.order)
         beyond = complete[policy.keep_last :]
-        return [r.generation for r in beyond if not math.isinf(r.retire)]
+        pointed = self.pointed_at(newest.stream)
+        return [
+            r.generation for r in beyond if not math.isinf(r.retire) and r.generation not in pointed
+        ]
+
+    def pointed_at(self, stream: int) -> dict[int, str]:
+        """Return the generations that a symbolic link beside or above them, or their trainer,
+        points at: generation → what does."""
+        found: dict[int, str] = {}
+        best = self.known(stream, self.best[stream]) if stream in self.best else 0
+        if best:
+            found[best] = "best_model_checkpoint of the newest"
+        for directory in self._ancestors(stream):
+            for name, ino in (self.namespace.get(directory).entries or {}).items():
+                link = self.namespace.get(ino)
+                if not stat.S_ISLNK(link.mode):
+                    continue
+                for inode in self.namespace.follow(link, directory):
+                    found.setdefault(
+                        self._generation_of(inode), f"{os.fsdecode(name)} points to it"
+                    )
+        return found
+
+    def _generation_of(self, inode: Inode) -> int:
+        """Return the generation of a file, or that which a directory belongs to; 0: none."""
+        context = self._of_directory(inode.ino)
+        if not inode.is_dir or context.match is None or context.stream not in self.streams:
+            return inode.generation
+        return self.streams[context.stream].numbers.get(context.match.number, 0)
 
     def retire(self, generation: int) -> list[layout.Record]:
         """All names of a generation go now; its bytes, and its record, follow piece by piece."""
