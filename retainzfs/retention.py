@@ -452,7 +452,7 @@ class Retention:
         return Hint(kind, record.retire, size)
 
     def announce(self, inode: Inode, size: int) -> None:
-        """A file grew to its size before its bytes came (ftruncate)."""
+        """A file grew to its size before its bytes came (ftruncate, posix_fallocate)."""
         if inode.generation:
             self.announced.setdefault(inode.generation, {})[inode.ino] = size
 

@@ -24,7 +24,7 @@ from tests.helpers import (
     tree,
 )
 from tests.quiescence import check_quiescent
-from tests.test_retention import archive, directory, row, states
+from tests.test_retention import archive, closed, directory, opened, row, states
 from tests.witness import WatchedDevice
 
 pytestmark = [pytest.mark.volume, pytest.mark.power_cuts(5)]
@@ -310,3 +310,59 @@ async def test_an_anchor_is_protected() -> None:
         await checkpoint(volume, ROOT, 4)
         await settled(volume)
         assert set(states(volume)) == {4}
+
+
+# Sizes that are announced before the bytes
+
+
+async def fallocate(volume: Volume, ino: int, offset: int, length: int) -> None:
+    """As glibc does where the filesystem cannot: a zero byte into each block."""
+    at = offset + (length - 1) % 4096
+    while at < offset + length:
+        if at >= volume.inode(ino).size or (await volume.read(ino, at, 1))[0] == 0:
+            await volume.write(ino, at, b"\0")
+        at += 4096
+
+
+@pytest.mark.parametrize("before", [0, 100, 5000, 4096 * 3])
+async def test_allocating_stores_nothing_and_announces_the_size(before: int) -> None:
+    device = await formatted(small_device())
+    async with mounted(device) as volume:
+        run = await directory(volume, b"run", keep_last=b"3")
+        ino = await opened(volume, run, b"step-1.bin", b"x" * before)
+        await volume.fsync(ino)
+        stored = volume.stream.written
+        mtime_ns = volume.inode(ino).mtime_ns
+        await fallocate(volume, ino, 0, 100_000)
+        inode = volume.inode(ino)
+        assert (inode.size, inode.blocks) == (100_000, -(-before // 4096))
+        assert inode.mtime_ns > mtime_ns
+        assert volume.retention.hint_of(inode.generation).size == 100_000
+        await volume.fsync(ino)
+        assert volume.stream.written <= stored + 4096, "inline bytes may move to a block"
+        assert await content(volume, ino) == b"x" * before + bytes(100_000 - before)
+        await volume.write(ino, 0, b"y" * 100_000)
+        await volume.fsync(ino)
+        assert inode.blocks == 25
+        await volume.write(ino, 5000, b"\0")
+        await volume.write(ino, 96_000, bytes(4000))
+        await closed(volume, ino)
+        expected = b"y" * 5000 + b"\0" + b"y" * 90_999 + bytes(4000)
+        assert await content(volume, ino) == expected
+    async with mounted(device) as volume:
+        assert await content(volume, ino) == expected
+    assert not (await fsck.examine(device, scrub=True)).findings
+
+
+async def test_zeros_that_are_data_are_stored() -> None:
+    async with mounted(await formatted(small_device())) as volume:
+        ino = await put(volume, ROOT, b"zeros", bytes(9000))
+        assert volume.inode(ino).blocks == 2, "what does not fill its block leaves a hole"
+        ino = await put(volume, ROOT, b"tail", b"")
+        await volume.write(ino, 0, b"x" * 4096)
+        await volume.write(ino, 4096, b"\0x")
+        assert await content(volume, ino) == b"x" * 4096 + b"\0x"
+        await volume.setattr(ino, size=4097)
+        await volume.setattr(ino, size=9000)
+        await volume.write(ino, 4100, b"\0")
+        assert await content(volume, ino) == b"x" * 4096 + bytes(9000 - 4096)
