@@ -366,3 +366,215 @@ async def test_zeros_that_are_data_are_stored() -> None:
         await volume.setattr(ino, size=9000)
         await volume.write(ino, 4100, b"\0")
         assert await content(volume, ino) == b"x" * 4096 + bytes(9000 - 4096)
+
+
+# Numbers
+
+
+async def listed(volume: Volume, ino: int) -> list[int]:
+    return [told["number"] for told in volume.generations(ino)]
+
+
+async def test_numbers_are_listed_as_numbers() -> None:
+    async with mounted(await formatted(small_device())) as volume:
+        run = await directory(volume, b"run")
+        for name in (b"step-100", b"step-00099", b"step-9900", b"step-10000", b"step-9"):
+            step = await directory(volume, name, run)
+            await put(volume, step, b".metadata", b"m" * 100)
+        for name in (b"step-10.pt", b"step-000101.pt"):
+            await put(volume, run, name, archive())
+        assert await listed(volume, run) == [9, 10, 99, 100, 101, 9900, 10000]
+        same = await directory(volume, b"step-0100", run)
+        await put(volume, same, b".metadata", b"m" * 100)
+        assert await listed(volume, run) == [9, 10, 99, 100, 101, 9900, 10000]
+
+
+@pytest.mark.parametrize("as_directory", [True, False])
+async def test_a_new_run_with_lower_numbers_takes_the_place_of_the_old(as_directory: bool) -> None:
+    device = await formatted(small_device())
+    async with mounted(device) as volume:
+        run = await directory(volume, b"run", keep_last=b"3", reap=b"1")
+
+        async def save(volume: Volume, number: int) -> None:
+            if as_directory:
+                await checkpoint(volume, run, number)
+            else:
+                await put(volume, run, b"step-%d.pt" % number, archive())
+            await settled(volume)
+
+        for number in (9800, 9900, 10000):
+            await save(volume, number)
+        assert await listed(volume, run) == [9800, 9900, 10000]
+    async with mounted(device) as volume:
+        await save(volume, 100)
+        assert await listed(volume, run) == [100, 9900, 10000]
+        await save(volume, 200)
+        await save(volume, 300)
+        assert await listed(volume, run) == [100, 200, 300]
+
+
+async def test_a_rollback_and_saves_of_a_step_again() -> None:
+    device = await formatted(small_device())
+    async with mounted(device) as volume:
+        run = await directory(volume, b"run", keep_last=b"2", reap=b"1")
+        for number in (10, 20, 30):
+            await checkpoint(volume, run, number)
+            await settled(volume)
+        assert await listed(volume, run) == [20, 30]
+        # Set back to 20: saved again into its directory, the marker too.
+        step = volume.lookup(run, b"checkpoint-20").ino
+        for name in (b"shard-000.bin", b"trainer_state.json"):
+            ino = volume.lookup(step, name).ino
+            volume.open(ino)
+            await volume.setattr(ino, size=0)
+            await volume.write(ino, 0, b"again" * 1000)
+            await closed(volume, ino)
+        await settled(volume)
+        assert states(volume) == {20: "complete", 30: "complete"}, "one number counts once"
+        # And once more, into a new directory of the name.
+        await remove(volume, run, b"checkpoint-20")
+        assert await listed(volume, run) == [30]
+        await checkpoint(volume, run, 20)
+        await settled(volume)
+        assert states(volume) == {20: "complete", 30: "complete"}
+        await checkpoint(volume, run, 25)
+        await settled(volume)
+        assert await listed(volume, run) == [20, 25], "20 is younger than 30"
+    async with mounted(device) as volume:
+        assert states(volume) == {20: "complete", 25: "complete"}
+
+
+async def remove(volume: Volume, parent: int, name: bytes, most: int = 1 << 30) -> int:
+    """Delete a tree as `rm -r` does, at most so many names of it; return how many were left."""
+    ino = volume.lookup(parent, name).ino
+    if volume.inode(ino).is_dir:
+        for below, _ in volume.entries(ino):
+            most = await remove(volume, ino, below, most)
+    if most:
+        await (volume.rmdir if volume.inode(ino).is_dir else volume.unlink)(parent, name)
+    return max(0, most - 1)
+
+
+@pytest.mark.parametrize("deleted", [1, 2, 3])
+async def test_a_deletion_that_is_cut_short_leaves_nothing_complete(deleted: int) -> None:
+    device = await formatted(small_device())
+    async with mounted(device) as volume:
+        run = await directory(volume, b"run", keep_last=b"1", reap=b"1")
+        step = await directory(volume, b"checkpoint-1", run)
+        await put(volume, step, b"a.bin", b"x" * 9000)
+        await put(volume, step, b"zz.bin", b"x" * 9000)
+        await put(volume, step, b"trainer_state.json", b"{}")
+        assert states(volume) == {1: "complete"}
+        await remove(volume, run, b"checkpoint-1", deleted)
+        assert set(states(volume).values()) <= {"incomplete"}
+        await volume.syncfs()
+        cut = device.after_cut(random.Random(deleted))
+    await cut.start()
+    async with mounted(cut) as volume:
+        assert set(states(volume).values()) <= {"incomplete"}
+        await volume.setxattr(run, b"user.retainz.keep_last", b"2")
+        for number in (2, 3):
+            await checkpoint(volume, run, number)
+            await settled(volume)
+        assert set(states(volume)) >= {2, 3}, "what is left does not count"
+
+
+async def test_what_a_crash_left_never_counts() -> None:
+    async with mounted(await formatted(small_device())) as volume:
+        run = await directory(volume, b"run", keep_last=b"2", reap=b"1")
+        await checkpoint(volume, run, 1)
+        for number in (2, 3):
+            left = await directory(volume, b"checkpoint-%d" % number, run)
+            await put(volume, left, b"model.bin", b"x" * 9000)
+        await checkpoint(volume, run, 4)
+        await settled(volume)
+        assert states(volume) == {
+            1: "complete", 2: "incomplete", 3: "incomplete", 4: "complete",
+        }  # fmt: skip
+        await checkpoint(volume, run, 5)
+        await settled(volume)
+        assert set(states(volume)) == {2, 3, 4, 5}
+
+
+async def test_stray_names_count_as_nothing() -> None:
+    async with mounted(await formatted(small_device())) as volume:
+        run = await directory(volume, b"run", keep_last=b"1", reap=b"1")
+        await checkpoint(volume, run, 1)
+        temporary = await directory(volume, b"2.orbax-checkpoint-tmp", run)
+        await put(volume, temporary, b"array", b"x" * 9000)
+        for name in (b"step-3.bak", b"step-4.pt.bak", b"step-5.txt", b"notes", b"model-6.pt.tmp"):
+            await put(volume, run, name, archive())
+        await settled(volume)
+        whole = {n for n, state in states(volume).items() if state == "complete"}
+        assert whole == {1}
+        assert len(names(volume, run)) == 7
+        await volume.rename(run, b"model-6.pt.tmp", run, b"model-6.pt")
+        await settled(volume)
+        assert b"checkpoint-1" in names(volume, run), "model-6.pt is of another series"
+
+
+@pytest.mark.parametrize(
+    "told", [b"", b"release", b"\0" * 7, b"12", b"-1", b"99999999999999999999"]
+)
+async def test_a_tracker_that_names_no_generation(told: bytes) -> None:
+    async with mounted(await formatted(small_device())) as volume:
+        run = await directory(volume, b"run", keep_last=b"1", reap=b"1")
+        for number in (10, 11):
+            step = await directory(volume, b"iter_%07d" % number, run)
+            await put(volume, step, b"model.pt", archive())
+        released = await directory(volume, b"release", run)
+        await put(volume, released, b"model.pt", archive())
+        tracker = await put(volume, run, b"latest_checkpointed_iteration.txt", b"10")
+        assert states(volume) == {10: "complete", 11: "writing"}
+        volume.open(tracker)
+        await volume.setattr(tracker, size=0)
+        await volume.write(tracker, 0, told)
+        await closed(volume, tracker)
+        await settled(volume)
+        assert states(volume) == {10: "complete", 11: "writing"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        b"my model-7.pt",
+        b"a = b_step=7.ckpt",
+        "größe-模型-🔥_7.pt".encode(),
+        b"\xff\xfe-7.pt",
+        b"line\nbreak-7.pt",
+        b"n" * 250 + b"-7.pt",
+    ],
+)
+async def test_odd_names(name: bytes) -> None:
+    device = await formatted(small_device())
+    async with mounted(device) as volume:
+        run = await directory(volume, b"r = \xc3\xbc " + b"d" * 240, keep_last=b"1", reap=b"1")
+        await put(volume, run, name.replace(b"7", b"6"), archive())
+        await put(volume, run, name, archive())
+        await settled(volume)
+        assert states(volume) == {7: "complete"}
+        assert names(volume, run) == {name}
+        assert json.loads(volume.getxattr(ROOT, b"user.retainz.generations"))[0]["number"] == 7
+    async with mounted(device) as volume:
+        assert states(volume) == {7: "complete"}
+
+
+async def test_a_stream_moves_while_it_is_written() -> None:
+    device = await formatted(small_device())
+    async with mounted(device) as volume:
+        run = await directory(volume, b"run", keep_last=b"1", reap=b"1")
+        await checkpoint(volume, run, 1)
+        step = await directory(volume, b"checkpoint-2", run)
+        ino = await opened(volume, step, b"model.bin", b"x" * 9000)
+        elsewhere = await directory(volume, b"elsewhere")
+        await volume.rename(ROOT, b"run", elsewhere, b"moved")
+        await volume.write(ino, 9000, b"y" * 9000)
+        await closed(volume, ino)
+        await put(volume, step, b"trainer_state.json", b"{}")
+        await settled(volume)
+        assert [r["path"] for r in volume.generations(ROOT)] == ["/elsewhere/moved/checkpoint-2"]
+        assert states(volume) == {2: "complete"}
+    async with mounted(device) as volume:
+        await checkpoint(volume, run, 3)
+        await settled(volume)
+        assert states(volume) == {3: "complete"}
