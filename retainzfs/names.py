@@ -64,6 +64,8 @@ class Names(Removal):
         inode = self.namespace.get(ino)
         inode.judged = -1  # nobody has closed it yet
         self.retention.joined(inode)
+        held = self.retention.unfinished(parent, name)
+        self.committer.log_each(self.retention.incomplete(held, "it is called unfinished"))
         return inode
 
     async def link(self, ino: int, parent: int, name: bytes) -> Inode:
@@ -98,6 +100,9 @@ class Names(Removal):
             self._touched(self.namespace.get(parent), now),
             *self._unlinked(inode, now),
         )
+        held = self.retention.unfinished(parent, name)
+        if held in self.retention.claimed:
+            self.completed(held)
 
     async def rmdir(self, parent: int, name: bytes) -> None:
         await self._admit()

@@ -266,7 +266,8 @@ class Retention:
         doubts = [inode.doubt for inode in members if inode.doubt]
         if doubts:
             return self.incomplete(generation, doubts[0])
-        if any(i.is_being_written and not lifetimes.is_tracker(i.name) for i in members):
+        written = any(i.is_being_written and not lifetimes.is_tracker(i.name) for i in members)
+        if written or self._unfinished(record):
             self.claimed.add(generation)
             return []
         again = record.order > 0  # saved anew, or one more of its files: no new interval
@@ -300,6 +301,17 @@ class Retention:
         for inode in self._members(generation):
             inode.doubt, inode.missing = "", None
             inode.judged = inode.writes
+
+    def _unfinished(self, record: layout.GenerationRecord) -> bool:
+        """Whether NeMo says, by a file beside it, that the generation is being saved or deleted."""
+        beside = self.namespace.get(record.stream).entries or {}
+        names = self.names_of(record.generation)
+        return any(lifetimes.unfinished_marker(name) in beside for _, name in names)
+
+    def unfinished(self, directory: int, name: bytes) -> int:
+        """Return the generation that a file of this name holds up as `_unfinished` does; or 0."""
+        suffix = lifetimes.markers.UNFINISHED
+        return self.known(directory, name.removesuffix(suffix)) if name.endswith(suffix) else 0
 
     def _members(self, generation: int) -> list[Inode]:
         return [self.namespace.get(ino) for ino in self.members.get(generation, ())]

@@ -578,3 +578,44 @@ async def test_a_stream_moves_while_it_is_written() -> None:
         await checkpoint(volume, run, 3)
         await settled(volume)
         assert states(volume) == {3: "complete"}
+
+
+@pytest.mark.parametrize("as_directory", [True, False])
+async def test_what_nemo_calls_unfinished_does_not_count(as_directory: bool) -> None:
+    """It lays the file beside before it saves, and before it deletes."""
+    device = await formatted(small_device())
+
+    async def save(volume: Volume, run: int, number: int) -> bytes:
+        stem = b"gpt--loss=0.5-step=%d" % number
+        name = stem if as_directory else stem + b".ckpt"
+        await put(volume, run, stem + b"-unfinished", b"")
+        if as_directory:
+            step = await directory(volume, name, run)
+            await put(volume, step, b"model.bin", b"x" * 9000)
+            await put(volume, step, b"metadata.json", b"{}")
+        else:
+            await put(volume, run, name, archive())
+        return name
+
+    async with mounted(device) as volume:
+        run = await directory(volume, b"run", keep_last=b"1", reap=b"1")
+        first = await save(volume, run, 1)
+        assert states(volume) == {1: "writing"}
+        await volume.unlink(run, b"gpt--loss=0.5-step=1-unfinished")
+        assert states(volume) == {1: "complete"}
+        await save(volume, run, 2)
+        await settled(volume)
+        assert states(volume) == {1: "complete", 2: "writing"}
+        await volume.unlink(run, b"gpt--loss=0.5-step=2-unfinished")
+        await settled(volume)
+        assert states(volume) == {2: "complete"}
+        second = await save(volume, run, 3)
+        assert first != second
+        await volume.syncfs()
+        cut = device.after_cut(random.Random(1))
+    await cut.start()
+    async with mounted(cut) as volume:
+        assert states(volume) == {2: "complete", 3: "incomplete"}, "it crashed within the save"
+        await put(volume, run, b"gpt--loss=0.5-step=2-unfinished", b"")
+        assert states(volume) == {2: "incomplete", 3: "incomplete"}, "it is being deleted"
+        assert row(volume, 2)["reason"] == "it is called unfinished"

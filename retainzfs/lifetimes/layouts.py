@@ -75,6 +75,11 @@ _NO_GENERATION = re.compile(
     rb"|data|frame|batch|sample|last|latest|best)[-_=]?",
     re.IGNORECASE | re.DOTALL,
 )
+# One of several files of a generation, each by another process: step-5-rank0.pt.
+_RANK = re.compile(
+    rb"[-_.](?:rank|shard|part|worker|mp_rank|dp_rank|tp|pp|dp)[-_]?[0-9]+(?:[-_]of[-_][0-9]+)?\Z",
+    re.IGNORECASE,
+)
 _WORD_AT_END = re.compile(rb"(?:.*[^a-z])?" + _WORDS + rb"[-_=]?", re.IGNORECASE | re.DOTALL)
 _ALWAYS_MODEL = re.compile(rb"\.(?:pt|pth|ckpt|safetensors|(?:pt|pth|ckpt)\.tar)\Z", re.IGNORECASE)
 _TAR = re.compile(rb"(?<!\.pt)(?<!\.pth)(?<!\.ckpt)\.tar\Z", re.IGNORECASE)
@@ -147,8 +152,11 @@ def _metrics(name: bytes, _parent: bytes) -> _Named | None:
 
 def _plain(name: bytes, _parent: bytes) -> _Named | None:
     body = EXTENSION.sub(b"", name)
+    if body == name:
+        return None
+    body = _RANK.sub(b"", body)
     stem = body.rstrip(b"0123456789")
-    if body in (name, stem) or _NO_GENERATION.fullmatch(stem):
+    if body == stem or _NO_GENERATION.fullmatch(stem):
         return None
     word = _WORD_AT_END.fullmatch(stem) is not None
     if not stem:
