@@ -23,7 +23,7 @@ import stat
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
-from retainzfs import layout
+from retainzfs import layout, lifetimes
 from retainzfs.errors import FSError, RetainzError
 from retainzfs.inodes import Extent, Inode, Run, Spans
 from retainzfs.layout import BLOCK
@@ -41,7 +41,6 @@ __all__ = [
 ]
 
 ROOT = 1
-LINKS_MAX = 40  # symbolic links that are followed in one path, as by Linux
 # In the root: the directory of trees that were removed and are not yet freed. Nobody meets it: a
 # mount answers to this name with its control directory.
 LIMBO = b".retainz"
@@ -137,39 +136,6 @@ class Namespace:
 
     def path(self, ino: int) -> str:
         return "/" + "/".join(map(os.fsdecode, self.components(ino)))
-
-    def follow(self, link: Inode, directory: int) -> list[Inode]:
-        """Return what a symbolic link in a directory leads through and to; [] when to nothing.
-
-        How much of an absolute target is the way to the mount we do not know: the longest ending
-        counts that leads somewhere from the root.
-        """
-        parts = link.content.split(b"/")
-        if not link.content.startswith(b"/"):
-            return self._walk(directory, parts)
-        endings = (self._walk(ROOT, parts[i:]) for i in range(1, len(parts)))
-        return next(filter(None, endings), [])
-
-    def _walk(self, directory: int, parts: list[bytes]) -> list[Inode]:
-        found: list[Inode] = []
-        links = 0
-        ahead = parts[::-1]
-        at = self.get(directory)
-        while ahead:
-            name = ahead.pop()
-            if name in (b"", b"."):
-                continue
-            ino = at.parent if name == b".." else (at.entries or {}).get(name)
-            inode = self.inodes.get(ino) if ino is not None else None
-            if inode is None or links > LINKS_MAX:
-                return []
-            if stat.S_ISLNK(inode.mode):
-                links += 1
-                ahead += inode.content.split(b"/")[::-1]
-                continue
-            found.append(inode)
-            at = inode
-        return found
 
     def below(self, inode: Inode, ancestor: int) -> bool:
         while inode.ino != ROOT:
@@ -277,14 +243,14 @@ class Namespace:
         if inode is not None:
             inode.xattrs = inode.xattrs or {}
             inode.xattrs[record.name] = record.value
-            self.version += 1
+            self.version += lifetimes.is_ours(record.name)
 
     def _remove_xattr(self, record: layout.XattrRemovedRecord) -> None:
         inode = self._known(record.ino)
         if inode is not None and inode.xattrs is not None:
             inode.xattrs.pop(record.name, None)
             inode.xattrs = inode.xattrs or None
-            self.version += 1
+            self.version += lifetimes.is_ours(record.name)
 
     def _set_zone(self, record: layout.ZoneRecord) -> None:
         self.zone_epochs[record.zone] = max(record.epoch, self.zone_epochs.get(record.zone, 0))

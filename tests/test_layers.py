@@ -25,13 +25,14 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
         "_zio failpoints mounts",
         "layout lifetimes",
         "device",
-        "zones inodes replay",
-        "namespace placement journal",
-        "trouble mending backup",
+        "zones inodes replay history sightings",
+        "namespace placement journal streams",
+        "trouble mending backup contexts",
         "lanes extents consistency",
         "reader scrub",
-        "stream",
-        "retention committer",
+        "stream forecast",
+        "reaping committer",
+        "retention",
         "generations",
         "reclaim recovery",
         "core",
@@ -55,6 +56,7 @@ RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 # waits nor touches a descriptor.
 FUSE_ROOMS = {"fs", "control", "session"}
 PURE = {"errors", "layout", "lifetimes", "zones", "placement", "inodes", "namespace", "consistency"}
+PURE |= {"history", "sightings", "streams", "contexts", "forecast"}
 IMPURE = {"trio", "pyfuse3", "subprocess", "socket", "threading", "asyncio"}
 
 

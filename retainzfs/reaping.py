@@ -1,0 +1,143 @@
+"""Which generations may be deleted: what policy keeps no longer, and nothing points at."""
+
+from __future__ import annotations
+
+import math
+import os
+import stat
+from collections.abc import Callable
+
+from retainzfs import layout, lifetimes
+from retainzfs.forecast import Forecast
+from retainzfs.namespace import ROOT, Inode, Namespace
+from retainzfs.streams import Stream
+
+LINKS_MAX = 40  # symbolic links that are followed in one path, as by Linux
+YOUNG = 2  # births until which a stream may find that its generations have several files
+
+
+class Reaping(Forecast):
+    def __init__(self, namespace: Namespace, now_s: Callable[[], float]) -> None:
+        super().__init__(namespace, now_s)
+        self.best: dict[int, bytes] = {}  # directory → name of the best, as a trainer says
+
+    def reapable(self, generation: int) -> list[int]:
+        """Return the generations that the stream of a just completed one keeps no longer.
+
+        The newest K in commit order, anchors, and what something points at are never among them,
+        nor what holds another stream: that is an experiment with a number, and no checkpoint.
+        """
+        newest = self.namespace.generations.get(generation)
+        inode = self.namespace.inodes.get(newest.stream) if newest is not None else None
+        if newest is None or inode is None:
+            return []
+        policy = self.policy_of(inode)
+        if not policy.reap or policy.keep_last is None:
+            return []
+        beyond = self.counted(self._of[generation])[policy.keep_last :]
+        kept = self.pointed_at(newest.stream) if beyond else {}
+        due = [r for r in beyond if not math.isinf(r.retire) and not self._holds_streams(r)]
+        return [record.generation for record in due if record.generation not in kept]
+
+    def _holds_streams(self, record: layout.GenerationRecord) -> bool:
+        tops = {top.ino for top in self.tops(record)}
+        for ino in self.streams.keys() - {record.stream, *self.members[record.generation]}:
+            inode = self.namespace.inodes.get(ino)
+            while inode is not None and inode.ino != ROOT:
+                if inode.ino in tops:
+                    return True
+                inode = self.namespace.inodes.get(inode.parent)
+        return False
+
+    def pointed_at(self, directory: int) -> dict[int, str]:
+        """Return the generations that a symbolic link in a stream's directory or above it, or the
+        trainer, points at: generation → what does."""
+        found: dict[int, str] = {}
+        if directory in self.best:
+            best = self.known(directory, self.best[directory])
+            found[best] = "best_model_checkpoint of the newest"
+        for above in self._ancestors(directory):
+            for name, ino in (self.namespace.get(above).entries or {}).items():
+                link = self.namespace.get(ino)
+                if stat.S_ISLNK(link.mode):
+                    for inode in self._led_to(link, above):
+                        generation = self._generation_of(inode)
+                        found.setdefault(generation, f"{os.fsdecode(name)} points to it")
+        return found
+
+    def _led_to(self, link: Inode, directory: int) -> list[Inode]:
+        """Return what a symbolic link in a directory leads through and to; [] when to nothing.
+
+        How much of an absolute target is the way to the mount we do not know: the longest ending
+        counts that leads somewhere from the root.
+        """
+        parts = link.content.split(b"/")
+        if not link.content.startswith(b"/"):
+            return self._walk(directory, parts)
+        endings = (self._walk(ROOT, parts[i:]) for i in range(1, len(parts)))
+        return next(filter(None, endings), [])
+
+    def _walk(self, directory: int, parts: list[bytes]) -> list[Inode]:
+        found: list[Inode] = []
+        links = 0
+        ahead = parts[::-1]
+        at = self.namespace.get(directory)
+        while ahead:
+            name = ahead.pop()
+            if name in (b"", b"."):
+                continue
+            ino = at.parent if name == b".." else (at.entries or {}).get(name)
+            inode = self.namespace.inodes.get(ino) if ino is not None else None
+            if inode is None or links > LINKS_MAX:
+                return []
+            if stat.S_ISLNK(inode.mode):
+                links += 1
+                ahead += inode.content.split(b"/")[::-1]
+                continue
+            found.append(inode)
+            at = inode
+        return found
+
+    def _generation_of(self, inode: Inode) -> int:
+        """Return the generation of a file, or that which a directory belongs to; 0: none."""
+        context = self._of_directory(inode.ino)
+        if not inode.is_dir or context.match is None:
+            return inode.generation
+        return self._numbered(context.stream, context.match)
+
+    def known(self, directory: int, name: bytes) -> int:
+        """Return the generation that a name belongs to, 0 when nothing was written of it."""
+        context = self.context(directory, name)
+        return 0 if context.match is None else self._numbered(context.stream, context.match)
+
+    def _numbered(self, directory: int, match: lifetimes.Match) -> int:
+        stream = self._find(directory, match)
+        return 0 if stream is None else stream.numbers.get(match.number, 0)
+
+    def _find(self, directory: int, match: lifetimes.Match) -> Stream | None:
+        """Return the stream that a name belongs to, if there is one."""
+        here = self.streams.get(directory, [])
+        for stream in here:
+            if match.series in stream.series:
+                return stream
+        for stream in here:
+            # The second file of a save, like the optimizer's: no other job begins just now.
+            young = len(stream.history.births) <= YOUNG
+            if young and match.number == stream.newest:
+                return stream
+        return None
+
+    # What NeMo says by a file beside
+
+    def is_unfinished(self, record: layout.GenerationRecord) -> bool:
+        """Whether NeMo says, by a file beside it, that a generation is being saved or deleted."""
+        beside = self.namespace.get(record.stream).entries or {}
+        names = self.names_of(record.generation)
+        return any(lifetimes.unfinished_marker(name) in beside for _, name in names)
+
+    def unfinished_by(self, directory: int, name: bytes) -> int:
+        """Return the generation of which a file of this name says that; 0: of none."""
+        stem = name.removesuffix(lifetimes.markers.UNFINISHED)
+        if stem == name:
+            return 0
+        return self.known(directory, stem) or self.known(directory, stem + b".ckpt")
