@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from statistics import median
 
 from retainzfs import layout, lifetimes
+from retainzfs.config import Configured, StreamTable
 from retainzfs.lanes import Hint
 from retainzfs.lifetimes import FileClass
 from retainzfs.namespace import ROOT, Inode, Namespace
@@ -59,12 +60,19 @@ class Context:
     match: lifetimes.Match | None
     stream: int  # inode of the stream's directory, 0 without a match
     names: tuple[bytes, ...]  # of the directories from the root
+    configured: tuple[StreamTable, ...] = ()  # what the mount's configuration says, nearest first
 
 
 class Retention:
-    def __init__(self, namespace: Namespace, now_s: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        namespace: Namespace,
+        now_s: Callable[[], float],
+        configured: Configured | None = None,
+    ) -> None:
         self.namespace = namespace
         self.now_s = now_s
+        self.configured = configured or Configured()
         self.streams: dict[int, Stream] = {}
         self.members: dict[int, set[int]] = {}  # generation id → inodes
         self.announced: dict[int, dict[int, int]] = {}  # generation id → inode → promised size
@@ -103,7 +111,7 @@ class Retention:
         if match is None:
             return base
         stream = self._stream_of(directory, match)
-        return Context(base.policy, base.chain, match, stream, base.names)
+        return replace(base, match=match, stream=stream)
 
     def _of_directory(self, ino: int) -> Context:
         if ino not in self.namespace.inodes:
@@ -113,15 +121,22 @@ class Retention:
         if cached is not None and cached[0] == version:
             return cached[1]
         chain = tuple(self._ancestors(ino))
-        policy = lifetimes.resolve([self.namespace.get(i).xattrs or {} for i in chain])
         components = self.namespace.components(ino)
+        configured = self.configured.of(components)
+        policy = lifetimes.resolve(self._attributes(chain, configured))
         match = lifetimes.recognise(components) if components else None
         if match is not None and not match.is_directory and match.depth == len(components) - 1:
             match = None  # a directory with the name of a file
         stream = self._stream_of(ino, match) if match is not None else 0
-        context = Context(policy, chain, match, stream, tuple(components))
+        context = Context(policy, chain, match, stream, tuple(components), configured)
         self._contexts[ino] = (version, context)
         return context
+
+    def _attributes(
+        self, chain: tuple[int, ...], configured: tuple[StreamTable, ...]
+    ) -> list[Mapping[bytes, bytes]]:
+        stored = [self.namespace.get(i).xattrs or {} for i in chain]
+        return [*stored, *(table.attributes for table in configured)]
 
     def _ancestors(self, ino: int) -> Iterator[int]:
         while ino != ROOT:
@@ -141,8 +156,7 @@ class Retention:
         base = self._of_directory(inode.ino if inode.is_dir else inode.parent)
         if inode.is_dir or not inode.xattrs:
             return base.policy
-        chain = [inode.xattrs, *(self.namespace.get(i).xattrs or {} for i in base.chain)]
-        return lifetimes.resolve(chain)
+        return lifetimes.resolve([inode.xattrs, *self._attributes(base.chain, base.configured)])
 
     def kind_of(self, inode: Inode) -> Kind:
         """Return the kind of zone for an inode's bytes when it is in no generation."""
@@ -363,6 +377,12 @@ class Retention:
             if stream.ino in around or self.namespace.below(top, inode.ino):
                 records += self._refreshed(stream)
         return records
+
+    def reconfigured(self) -> Iterator[layout.Record]:
+        """The volume is mounted: the configuration may be another than the last time."""
+        for stream in self.streams.values():
+            if self._of_directory(stream.ino).configured:
+                yield from self._refreshed(stream)
 
     def _refreshed(
         self, stream: Stream, newest: layout.GenerationRecord | None = None

@@ -27,7 +27,7 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
         "device",
         "zones inodes replay",
         "namespace placement journal",
-        "trouble mending backup",
+        "trouble mending backup config",
         "lanes extents consistency",
         "reader scrub",
         "stream",
@@ -53,7 +53,10 @@ RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 # Outside packages, and who may import them: FUSE stays in the adapter, and what is pure neither
 # waits nor touches a descriptor.
 FUSE_ROOMS = {"fs", "control", "session"}
-PURE = {"errors", "layout", "lifetimes", "zones", "placement", "inodes", "namespace", "consistency"}
+PURE = {
+    *("errors", "layout", "lifetimes", "zones", "placement", "inodes", "namespace", "consistency"),
+    "config",
+}
 IMPURE = {"trio", "pyfuse3", "subprocess", "socket", "threading", "asyncio"}
 
 
