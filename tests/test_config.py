@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import trio.testing
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from retainzfs import config, mounting, mounts
@@ -196,6 +196,7 @@ TABLES = st.fixed_dictionaries(
 
 @pure
 @given(MOUNTS, st.lists(TABLES, max_size=3))
+@example(MountTable(), [{"path": 'a"b\\c\x7f\n\x00ü\U0001f600'}])
 def test_what_is_written_is_read_again(mount: MountTable, tables: list[dict[str, Any]]) -> None:
     given_ = Config(mount, config.parse("".join(map(table_text, tables)), "file").streams)
     text = config.dump(given_)
@@ -280,6 +281,8 @@ KEYS = st.dictionaries(st.sampled_from(["keep_last", "keep_every"]), st.integers
     st.lists(KEYS, min_size=6, max_size=6),
     PATHS,
 )
+@example([(["**"], {"keep_last": 1}), (["a"], {"keep_last": 2})], [{}] * 6, ["a", "b"])
+@example([(["a"], {"keep_last": 1}), (["*"], {"keep_last": 2})], [{}] * 6, ["a", "b"])
 def test_which_value_wins(
     tables: list[tuple[list[str], dict[str, int]]],
     stored: list[dict[str, int]],
