@@ -139,6 +139,17 @@ def check_directory(directory: str) -> None:
         raise MountError(directory, str(error.strerror)) from error
 
 
+def _check(mount: Mount) -> None:
+    """Raise MountError if nothing can be mounted there, UsageError for globs of another root."""
+    check_directory(mount.directory)
+    top = os.path.realpath(mount.directory) + "/"
+    for path in (table.path for table in mount.options.streams):
+        if (path + "/").startswith(top):
+            rest = path[len(top) :] or "/"
+            what = f"[[stream]] path {path!r}: paths begin at the mount's root; write {rest!r}"
+            raise UsageError(what)
+
+
 def log_path(target: str) -> Path:
     """Return where the daemon of a target logs: one file a target, in the state directory."""
     path = target if is_memory(target) else os.path.realpath(target)
@@ -151,7 +162,7 @@ def log_path(target: str) -> Path:
 
 def mount_foreground(mount: Mount) -> int:
     """Mount, serve until the end, and return the exit code: 1 when writing had to stop."""
-    check_directory(mount.directory)
+    _check(mount)
     _log_to(sys.stderr, "retainzfs: %(message)s", mount)
     return _serve(mount, lambda: None)
 
@@ -161,7 +172,7 @@ def mount_daemon(mount: Mount) -> None:
 
     Raises what went wrong in the daemon, with its message and exit code.
     """
-    check_directory(mount.directory)
+    _check(mount)
     log_file = _open_log(mount)
     reader, writer = os.pipe()
     sys.stdout.flush()
@@ -323,7 +334,7 @@ def helper(arguments: list[str]) -> int:
             parse_options(given.o, sloppy=given.s),
             verbose=given.v,
         )
-        check_directory(mount.directory)
+        _check(mount)
         if not given.f:
             mount_daemon(mount)
     except RetainzError as error:

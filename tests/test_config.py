@@ -468,3 +468,19 @@ def test_a_bad_file_mounts_nothing(fresh: Live, way: str) -> None:
     )
     assert mounts.find_mount(str(fresh.path)) is None
     assert not image.exists()
+
+
+@pytest.mark.fuse
+def test_the_helper_takes_a_configuration(fresh: Live, capsys: pytest.CaptureFixture[str]) -> None:
+    """What fstab names; and a glob that holds for nothing because it is of another root."""
+    file = fresh.base / "ckpt.toml"
+    check = ["-f", str(fresh.image), str(fresh.path), "-o", f"rw,config={file}"]
+    file.write_text("[[stream]]\npath = 'run'\n")
+    assert mounting.helper(check) == 0
+    file.write_text("[[stream]]\npath = 'run'\nreap = 'yes'\n")
+    assert mounting.helper(check) == mounting.HELPER_USAGE
+    assert "reap is a string; accepted: true or false" in capsys.readouterr().err
+    for path, rest in ((fresh.path / "run*", "run*"), (fresh.path, "/")):
+        file.write_text(f"[[stream]]\npath = '{path}'\n")
+        assert mounting.helper(check) == mounting.HELPER_USAGE
+        assert f"write '{rest}'" in capsys.readouterr().err
