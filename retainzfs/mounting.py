@@ -39,7 +39,11 @@ _ACCEPTED = frozenset(
     }
 )
 OWN_OPTIONS = (
-    *("allow_other", "commit=close|fsync|SECONDS", "config=FILE", "policy=NAME", "pool=SIZE"),
+    "allow_other",
+    "commit=close|fsync|SECONDS",
+    "config=FILE",
+    "policy=NAME",
+    "pool=SIZE",
 )
 
 # Exit codes of a mount helper (mount(8), section EXIT STATUS).
