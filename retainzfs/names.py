@@ -384,18 +384,29 @@ class Names(Removal):
             due = frozenset(self.retention.reapable(generation))
             # Asked anew each time: meanwhile a name may be another's, or a generation kept.
             while (first := next(self._retired(generation, due), None)) is not None:
-                retired, names = first
-                for parent, name in names:
-                    log.info("reaping %s/%s", self.namespace.path(parent), os.fsdecode(name))
-                self.remove_trees(names, *self.retention.retire(retired))
-                for parent, name in names:
-                    await self.reaped(parent, name)
+                await self._reap_one(*first)
             await self.clear()
         except RetainzError as error:
             log.warning("reaping is left to the next save: %s", error)
 
+    async def _reap_one(self, retired: int, names: list[tuple[int, bytes]]) -> None:
+        """Remove a generation. Nothing of it is freed before its names are forgotten everywhere."""
+        fading = self.namespace.fading
+        tops = {self.namespace.child(parent, name).ino for parent, name in names}
+        fading |= tops
+        try:
+            for parent, name in names:
+                log.info("reaping %s/%s", self.namespace.path(parent), os.fsdecode(name))
+            self.remove_trees(names, *self.retention.retire(retired))
+            for parent, name in names:
+                await self.reaped(parent, name)
+        finally:
+            fading -= tops
+
     async def _ask_for_best(self, generation: int) -> None:
         """Read what a complete generation's trainer says is the best one of its stream."""
+        if generation not in self.namespace.generations:
+            return
         for parent, name in self.retention.names_of(generation):
             top = self.namespace.child(parent, name)
             ino = (top.entries or {}).get(lifetimes.markers.TRAINER_STATE)

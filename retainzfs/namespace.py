@@ -12,7 +12,8 @@ Invariants
 - `shadow` holds what the journal still says about the ranges in `dirty`: the extents that were
   overwritten in memory and not yet in the log. A crash brings them back, so their bytes stay live.
 - `content` holds the bytes of block 0 when no extent does.
-- What lies in limbo has no names for anybody: `directory` is empty there.
+- What lies in limbo has no names for anybody: `directory` is empty there. Only a tree that is
+  `fading` is whole: who has met its name a moment ago shall find all of it.
 """
 
 from __future__ import annotations
@@ -69,6 +70,7 @@ class Namespace:
         self.version = 0  # of everything that a path or an inherited attribute depends on
         self.fresh = 0  # extents that were mapped and that the journal does not know yet
         self.lenient = False  # replaying what a fuzzy snapshot may already have outlived
+        self.fading: set[int] = set()  # tops in limbo whose names somebody may still have
         self.ledger: Ledger | None = None
         self.lost: Callable[[Inode], None] = lambda inode: None  # hears of bytes that are lost
         self._apply = {
@@ -97,11 +99,13 @@ class Namespace:
         return inode
 
     def directory(self, ino: int) -> dict[bytes, int]:
-        """Return the names in a directory, none when it was removed. Raises FSError(ENOTDIR)."""
+        """Return the names in a directory, none once they are being freed. Raises FSError."""
         inode = self.get(ino)
         if inode.entries is None:
             raise FSError(errno.ENOTDIR, self.path(ino))
-        return {} if self.removed(inode) else inode.entries
+        if self.removed(inode) and not any(self.below(inode, top) for top in self.fading):
+            return {}
+        return inode.entries
 
     def removed(self, inode: Inode) -> bool:
         """Whether nothing leads to the inode any more."""

@@ -8,6 +8,7 @@ import stat
 from collections.abc import Callable
 
 from retainzfs import layout, lifetimes
+from retainzfs.config import Configured
 from retainzfs.forecast import Forecast
 from retainzfs.namespace import ROOT, Inode, Namespace
 from retainzfs.streams import Stream
@@ -17,8 +18,13 @@ YOUNG = 2  # births until which a stream may find that its generations have seve
 
 
 class Reaping(Forecast):
-    def __init__(self, namespace: Namespace, now_s: Callable[[], float]) -> None:
-        super().__init__(namespace, now_s)
+    def __init__(
+        self,
+        namespace: Namespace,
+        now_s: Callable[[], float],
+        configured: Configured | None = None,
+    ) -> None:
+        super().__init__(namespace, now_s, configured)
         self.best: dict[int, bytes] = {}  # directory → name of the best, as a trainer says
 
     def reapable(self, generation: int) -> list[int]:

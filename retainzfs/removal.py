@@ -40,6 +40,7 @@ class Removal(Core):
         async with super().mounted(device, options) as volume:
             volume.nursery.start_soon(volume.clear)
             yield volume
+            volume.namespace.fading.clear()
             await volume.clear()
 
     def remove_trees(self, names: Sequence[tuple[int, bytes]], *records: layout.Record) -> None:
@@ -90,19 +91,21 @@ class Removal(Core):
         return self.namespace.get(ino)
 
     async def clear(self) -> None:
-        """Free what lies in limbo."""
+        """Free what lies in limbo and is not fading."""
         async with self._clearing:
             try:
                 while (limbo := self.namespace.limbo) is not None:
-                    await self._empty(limbo)
                     if not limbo.entries:
                         self._drop(ROOT, LIMBO)
+                    elif not await self._empty(limbo):
+                        break
             except RetainzError as error:
                 log.warning("what was removed is left to the next mount to free: %s", error)
 
-    async def _empty(self, directory: Inode) -> None:
-        """Free everything below a directory in which nobody else can change anything."""
-        waiting = [(directory.ino, name) for name in directory.entries or ()]
+    async def _empty(self, limbo: Inode) -> bool:
+        """Free what has no name for anybody any more; False when there is nothing."""
+        tops = (limbo.entries or {}).items()
+        waiting = [(limbo.ino, name) for name, ino in tops if ino not in self.namespace.fading]
         dropped = 0
         while waiting:
             parent, name = waiting[-1]
@@ -116,6 +119,7 @@ class Removal(Core):
             if dropped % PIECE == 0:
                 await self._admit()
                 await trio.lowlevel.checkpoint()
+        return dropped > 0
 
     def _drop(self, parent: int, name: bytes) -> None:
         directory = self.namespace.get(parent)

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator
 
 from retainzfs import layout, lifetimes, streams
+from retainzfs.config import Configured
 from retainzfs.history import Ended
 from retainzfs.lifetimes import FileClass
 from retainzfs.namespace import Inode, Namespace
@@ -21,8 +22,13 @@ SIZE_EVIDENCE = 0.9  # of the learned size: what does not show its end counts wi
 
 
 class Retention(Reaping):
-    def __init__(self, namespace: Namespace, now_s: Callable[[], float]) -> None:
-        super().__init__(namespace, now_s)
+    def __init__(
+        self,
+        namespace: Namespace,
+        now_s: Callable[[], float],
+        configured: Configured | None = None,
+    ) -> None:
+        super().__init__(namespace, now_s, configured)
         self.reasons: dict[int, str] = {}  # generation → why it does not count as complete
         self.claimed: set[int] = set()  # generations that count once what they lack is there
         self.reaping: set[int] = set()  # generations that we delete, not their programs

@@ -176,6 +176,19 @@ async def test_all_files_of_a_generation_go_at_once() -> None:
         assert names(volume) == {b"model-3.pt", b"optimizer-3.pt"}
 
 
+async def test_the_newest_is_deleted_before_it_could_retire_another() -> None:
+    async with mounted(await formatted(small_device())) as volume:
+        await kept_one(volume)
+        await checkpoint(volume, ROOT, 1)
+        await checkpoint(volume, ROOT, 2)
+        newest = volume.retention.known(ROOT, b"checkpoint-2")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(volume._reap, newest)
+            nursery.start_soon(remove, volume, ROOT, b"checkpoint-2")
+        await settled(volume)
+        assert set(states(volume)) <= {1}
+
+
 # What something points at
 
 
