@@ -316,9 +316,8 @@ async def test_half_a_directory_is_not_presumed(clock: Clock, mount: Options) ->
         temporary = await directory(volume, b"tmp-step-4", run)
         await put(volume, temporary, b"__0_0.distcp", SHARD)
         await trainer.save(5, 6)
-        assert states(volume) == {
-            1: "complete", 2: "complete", 3: "writing", 4: "writing", 5: "complete", 6: "writing",
-        }  # fmt: skip
+        whole = {number for number, state in states(volume).items() if state == "complete"}
+        assert whole == {1, 2, 5}
 
 
 # Generations of several files
