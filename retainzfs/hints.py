@@ -219,8 +219,9 @@ def generations(path: AnyPath) -> list[Generation]:
 def commit(path: AnyPath) -> None:
     """Declare the generation that a path belongs to complete; return when it is durable.
 
-    A file of it that is still open for writing delays the first until it is closed, and the latter
-    with it: then `wait_durable` tells. Raises NoGeneration, NotRetainzfs, OSError.
+    The word of the caller goes before what the filesystem has seen, a failed write included: call
+    it when every process that saves into this mount is done. Raises NoGeneration, NotRetainzfs,
+    OSError.
     """
     told = explain(path)
     try:
@@ -304,9 +305,8 @@ def _text(value: object) -> str:
     """`value` as an attribute has it; what cannot be one is for `lifetimes.parse` to refuse."""
     if isinstance(value, FileClass):
         return str(value.value)
-    if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
-        return str(int(value))
-    return str(value)
+    # Attributes have no more decimals than nanoseconds.
+    return f"{value:.9f}".rstrip("0").rstrip(".") if isinstance(value, float) else str(value)
 
 
 def _checked(given: Mapping[str, object]) -> dict[str, bytes]:
