@@ -437,7 +437,9 @@ class Retention:
         if record is None or math.isnan(record.retire):
             return Hint(Kind.UNHINTED, math.inf, 0)
         stream = self.streams.get(record.stream)
-        inode = self.namespace.inodes.get(record.stream)
+        # It may be stated for this generation alone, at its directory.
+        first = next(iter(self.members.get(generation, ())), record.stream)
+        inode = self.namespace.inodes.get(first)
         stated = self.policy_of(inode).size if inode is not None else None
         learned = stream.size if stream is not None else 0
         announced = sum(self.announced.get(generation, {}).values())
