@@ -356,7 +356,7 @@ def _put_back(path: AnyPath, name: str, value: bytes | None) -> None:
 def _existing(path: AnyPath) -> Path:
     """Return the path, or the nearest directory above it that exists."""
     whole = Path(os.path.abspath(path))
-    return next(p for p in (whole, *whole.parents) if os.path.lexists(p))
+    return next(p for p in (whole, *whole.parents) if p.exists())
 
 
 def _named_by(path: AnyPath) -> lifetimes.Match:

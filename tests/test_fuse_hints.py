@@ -211,11 +211,12 @@ def test_commit_needs_something_to_complete(room: Path) -> None:
 
 
 def test_a_commit_survives_a_killed_daemon(fresh: Live) -> None:
-    """commit() and wait_durable() promise it when they return: nothing is synced after them."""
+    """commit() and wait_durable() promise it when they return; closing a file does not here."""
     fresh.mount()
     run = fresh.path / "run"
+    run.mkdir()
+    hints.set(run, commit="1h")
     save(run, 1)
-    hints.wait_durable(run / "step-1")
     (run / "checkpoint-2").mkdir()
     (run / "checkpoint-2" / "model.bin").write_bytes(DATA)
     (run / "checkpoint-2" / "trainer_state.json").write_text("{}")

@@ -1,7 +1,8 @@
 """Ready-made hooks for training frameworks; each module imports its framework, this one none.
 
-A hook gives advice. What the filesystem cannot take, or another filesystem, ends the advice with
-one warning, and training goes on; an OSError goes on, for then the save itself is not safe.
+A hook gives advice. What the filesystem cannot take or does not permit, and another filesystem,
+end the advice with one warning, and training goes on. Any other OSError is raised: then the save
+itself is not safe.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from retainzfs import hints
 from retainzfs.asking import AnyPath
 from retainzfs.errors import NotRetainzfs, RetainzError
 
-_warned: set[type[RetainzError]] = set()
+_warned: set[type[Exception]] = set()
 
 
 @contextlib.contextmanager
@@ -23,7 +24,7 @@ def advice() -> Iterator[None]:
     """Do what is inside as far as the filesystem takes it; warn once of each kind of refusal."""
     try:
         yield
-    except RetainzError as error:
+    except (RetainzError, PermissionError) as error:
         if type(error) not in _warned:
             _warned.add(type(error))
             warnings.warn(f"no retention hints: {error}", RuntimeWarning, stacklevel=3)
