@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from statistics import median
 
 from retainzfs import layout, lifetimes
+from retainzfs.config import Configured
 from retainzfs.contexts import Contexts
 from retainzfs.lanes import Hint
 from retainzfs.namespace import ROOT, Inode, Namespace
@@ -18,8 +19,13 @@ E_PER_CADENCE = 4.0  # placement's constants are in quarters of a cadence
 
 
 class Forecast(Contexts):
-    def __init__(self, namespace: Namespace, now_s: Callable[[], float]) -> None:
-        super().__init__(namespace)
+    def __init__(
+        self,
+        namespace: Namespace,
+        now_s: Callable[[], float],
+        configured: Configured | None = None,
+    ) -> None:
+        super().__init__(namespace, configured)
         self.now_s = now_s
         self.streams: dict[int, list[Stream]] = {}  # of a directory
         self.members: dict[int, set[int]] = {}  # generation → inodes
@@ -90,6 +96,11 @@ class Forecast(Contexts):
             retire, origin = self.retirement(record.birth, record.number, policy, learned)
             if not _same(retire, record.retire) or origin != record.origin:
                 yield record._replace(retire=retire, origin=origin)
+
+    def reconfigured(self) -> Iterator[layout.Record]:
+        """The volume is mounted: the configuration may be another than the last time."""
+        for stream in self.all_streams():
+            yield from self.refreshed(stream)
 
     def refresh(self, inode: Inode) -> list[layout.Record]:
         """A policy changed at an inode: retirements of the streams at, below and around follow."""

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator
 
 from retainzfs import layout, lifetimes, streams
+from retainzfs.config import Configured
 from retainzfs.forecast import Forecast
 from retainzfs.history import Ended
 from retainzfs.lifetimes import FileClass
@@ -22,8 +23,13 @@ YOUNG = 2  # births until which a stream may find that its generations have seve
 
 
 class Retention(Forecast):
-    def __init__(self, namespace: Namespace, now_s: Callable[[], float]) -> None:
-        super().__init__(namespace, now_s)
+    def __init__(
+        self,
+        namespace: Namespace,
+        now_s: Callable[[], float],
+        configured: Configured | None = None,
+    ) -> None:
+        super().__init__(namespace, now_s, configured)
         self.reasons: dict[int, str] = {}  # generation → why it does not count as complete
         self.claimed: set[int] = set()  # generations that count once what they lack is there
         self.reaping: set[int] = set()  # generations that we delete, not their programs
