@@ -105,6 +105,10 @@ class Explanation:
     anchor: bool
     origin: str
     """What decided on the retirement, in words."""
+    reason: str | None
+    """Why it is incomplete, where that is known."""
+    presumed: bool
+    """`complete` only as far as this mount can see: for its own space, and for nothing else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +126,8 @@ class Generation:
     origin: str
     reason: str | None
     """Why it is incomplete, where that is known."""
+    presumed: bool
+    """As in `Explanation`."""
     zones: tuple[int, ...]
 
 
@@ -237,8 +243,9 @@ def wait_durable(path: AnyPath, timeout: float | None = None) -> None:
     """Return when the generation that a path belongs to is complete, and durable as such.
 
     The path need not exist yet, as when another thread or process is about to save, but it must
-    name a generation in a directory that does. `timeout` is in seconds; the last flush of the
-    device may go beyond it.
+    name a generation in a directory that does. What is complete only as far as this mount can see
+    is not: there somebody must `commit` it. `timeout` is in seconds; the last flush of the device
+    may go beyond it.
 
     Raises IncompleteGeneration when the save has failed, TimeoutError, NoGeneration, NotRetainzfs,
     FileNotFoundError when the generation was deleted meanwhile, OSError when the device fails.
@@ -249,14 +256,14 @@ def wait_durable(path: AnyPath, timeout: float | None = None) -> None:
     while True:
         told = _begun(path) if not begun else explain(path)
         begun = told is not None
-        if told is not None and told.state in ("complete", "retired"):
+        state = "not begun" if told is None else "presumed" if told.presumed else told.state
+        if state in ("complete", "retired"):
             break
-        if told is not None and told.state == "incomplete":
-            reason = _reason(path, told) or "the reason is not known"
+        if told is not None and state == "incomplete":
+            reason = told.reason or "the reason is not known"
             raise IncompleteGeneration(os.fspath(path), told.generation, reason)
         left_s = pause_s if deadline_s is None else deadline_s - time.monotonic()
         if left_s <= 0:
-            state = "not begun" if told is None or told.state is None else told.state
             text = f"not durable after {timeout:g} s, but {state}"
             raise TimeoutError(errno.ETIMEDOUT, text, os.fspath(path))
         time.sleep(min(pause_s, left_s))
@@ -388,20 +395,6 @@ def _begun(path: AnyPath) -> Explanation | None:
     if told.generation is None and told.layout is None:
         raise NoGeneration(os.fspath(path), told.origin)
     return None if told.generation is None else told
-
-
-def _reason(path: AnyPath, told: Explanation) -> str | None:
-    """Return why a generation is incomplete, from the table of its stream."""
-    stream = Path(os.path.realpath(path))  # itself, when its own attributes make it a generation
-    if told.stream is not None:
-        levels = len(_parts(told.path)) - len(_parts(told.stream))
-        stream = stream.parents[levels - 1]
-    rows = [row for row in generations(stream) if row.number == told.generation]
-    return next((row.reason for row in rows if row.state == "incomplete"), None)
-
-
-def _parts(path: str) -> list[str]:
-    return [part for part in path.split("/") if part]
 
 
 def _member(path: Path) -> Path:

@@ -292,3 +292,19 @@ def test_waiting_for_a_file_with_a_retirement_of_its_own(room: Path) -> None:
         hints.wait_durable(file, timeout=0.05)
     hints.commit(file)
     hints.wait_durable(file, timeout=PATIENCE_S)
+
+
+def test_waiting_goes_on_for_what_is_only_presumed(room: Path) -> None:
+    """As on a mount that the marker of a distributed save never reaches."""
+    for step in (1, 2):
+        (room / f"step-{step}").mkdir()
+        (room / f"step-{step}" / "__1_0.distcp").write_bytes(DATA)
+    assert [(row.state, row.presumed) for row in hints.generations(room)] == [
+        ("complete", True),
+        ("writing", False),
+    ]
+    with pytest.raises(TimeoutError, match="presumed"):
+        hints.wait_durable(room / "step-1", timeout=0.05)
+    hints.commit(room / "step-1")
+    hints.wait_durable(room / "step-1", timeout=PATIENCE_S)
+    assert not hints.explain(room / "step-1").presumed
