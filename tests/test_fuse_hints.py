@@ -308,3 +308,14 @@ def test_waiting_goes_on_for_what_is_only_presumed(room: Path) -> None:
     hints.commit(room / "step-1")
     hints.wait_durable(room / "step-1", timeout=PATIENCE_S)
     assert not hints.explain(room / "step-1").presumed
+
+
+def test_a_table_that_is_longer_than_an_attribute(room: Path) -> None:
+    run = room / ("run" + 200 * "x")
+    run.mkdir()
+    save(room / "run", 7)
+    for step in range(150):
+        (run / f"step-{step}.bin").write_bytes(b"x")
+    with pytest.raises(OSError, match="too long"):
+        os.getxattr(run, "user.retainz.generations")
+    assert [row.number for row in hints.generations(run)] == list(range(150))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -134,3 +136,18 @@ def test_importing_brings_neither_fuse_nor_a_framework() -> None:
 def test_everything_public_is_documented() -> None:
     for name in hints.__all__:
         assert getattr(hints, name).__doc__, name
+
+
+def test_a_value_that_grows_while_it_is_read_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers: list[bytes | int] = [errno.ERANGE, errno.ERANGE, b"[]", *[errno.ERANGE] * 100]
+
+    def read(path: str, _name: str) -> bytes:
+        answer = answers.pop(0)
+        if isinstance(answer, int):
+            raise OSError(answer, os.strerror(answer), path.encode())
+        return answer
+
+    monkeypatch.setattr("xattr.getxattr", read)
+    assert asking.computed("path", "generations") == []
+    with pytest.raises(OSError, match="path"):
+        asking.computed("path", "generations")
