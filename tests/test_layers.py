@@ -34,6 +34,7 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
         "lanes extents consistency contexts",
         "reader scrub",
         "stream forecast",
+        "completion",
         "retention committer",
         "generations",
         "reclaim recovery",
@@ -58,6 +59,7 @@ RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 FUSE_ROOMS = {"fs", "control", "session"}
 PURE = {"errors", "layout", "lifetimes", "zones", "placement", "inodes", "namespace", "consistency"}
 PURE |= {"config", "history", "sightings", "streams", "contexts", "forecast"}
+PURE |= {"completion", "retention"}
 IMPURE = {"trio", "pyfuse3", "subprocess", "socket", "threading", "asyncio"}
 
 
