@@ -134,6 +134,8 @@ def explain(retention: Retention, inode: Inode) -> dict[str, Any]:
         "retire_epoch": record.retire if record is not None and finite else None,
         "anchor": record is not None and math.isinf(record.retire),
         "origin": _origin(record, context, policy),
+        "reason": None if record is None else retention.reasons.get(record.generation),
+        "presumed": record is not None and record.state == State.PRESUMED,
     }
 
 
