@@ -373,15 +373,23 @@ def _named_by(path: AnyPath) -> lifetimes.Match:
     """
     whole = Path(os.path.abspath(path))
     base = _existing(whole.parent)
-    inside = [*asking.computed(base, "explain")["path"].split("/"), *whole.relative_to(base).parts]
+    told = asking.computed(base, "explain")
+    inside = [*told["path"].split("/"), *whole.relative_to(base).parts]
     names = [os.fsencode(name) for name in inside if name]
-    match = lifetimes.recognise(names)
+    match = lifetimes.recognise(names, _knows(told, len(names) - 1))
     if match is None:
         raise NoGeneration(os.fspath(path), "its name has no number")
     if match.depth != len(names) - 1:
         outer = os.fsdecode(names[match.depth])
         raise NoGeneration(os.fspath(path), f"of its own; it lies inside {outer}")
     return match
+
+
+def _knows(told: Mapping[str, Any], last: int) -> lifetimes.Knows:
+    """Whose bare numbers are generations: where keep_last is set on the directory itself."""
+    stated = told["attributes"].get("keep_last", {})
+    declared = stated.get("from") == told["path"] or "glob" in stated
+    return lambda depth, series: declared and depth == last and lifetimes.usual_series(series)
 
 
 def _begun(path: AnyPath) -> Explanation | None:

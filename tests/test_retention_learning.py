@@ -11,7 +11,17 @@ import pytest
 
 from retainzfs.volume import ROOT, FSError, Options, Volume
 from retainzfs.zones import Kind
-from tests.helpers import Clock, formatted, mounted, noise, options, put, small_device, zones_of
+from tests.helpers import (
+    FILE,
+    Clock,
+    formatted,
+    mounted,
+    noise,
+    options,
+    put,
+    small_device,
+    zones_of,
+)
 from tests.test_retention import archive, directory, row, states
 
 pytestmark = [pytest.mark.volume, pytest.mark.power_cuts(3)]
@@ -396,3 +406,40 @@ async def test_a_damaged_memory_costs_no_mount(mount: Options) -> None:
     async with mounted(device, mount) as volume:
         assert states(volume) == {1: "complete"}
         assert math.isinf(volume.retention.retire_of(1))
+
+
+# What placement is told before the first byte
+
+
+async def test_the_size_is_known_before_the_first_byte(clock: Clock, mount: Options) -> None:
+    async with mounted(await formatted(small_device()), mount) as volume:
+        run = await directory(volume, b"run", keep_last=b"2")
+        trainer = Trainer(volume, clock, run, 2)
+        await trainer.save(1)
+        step = await directory(volume, b"step-2", run)
+        ino = (await volume.make(step, b"__0_0.distcp", FILE, 0, 0)).ino
+        whole = len(SHARD) + 300
+        assert volume.retention.hint_of(volume.inode(ino).generation).size == whole, "as the last"
+        await volume.setattr(ino, size=500_000)
+        assert volume.retention.hint_of(volume.inode(ino).generation).size == 500_000, "announced"
+        await volume.setxattr(run, b"user.retainz.size", b"3M")
+        assert volume.retention.hint_of(volume.inode(ino).generation).size == 3 << 20, "stated"
+
+
+async def test_a_changed_policy_reaches_the_zones(clock: Clock, mount: Options) -> None:
+    async with mounted(await formatted(small_device()), mount) as volume:
+        run = await directory(volume, b"run", keep_last=b"2", cadence=b"100s")
+        await Trainer(volume, clock, run, 2).save(1)
+
+        def retirement() -> float:
+            (zone,) = [z for z in volume.zone_map() if z["class"] == "finite"]
+            retire: float = zone["retire_max"]
+            return retire
+
+        before = retirement()
+        await volume.setxattr(run, b"user.retainz.keep_last", b"5")
+        assert retirement() == pytest.approx(before + 300)
+        await volume.setxattr(run, b"user.retainz.cadence", b"200s")
+        assert retirement() == pytest.approx(before + 800)
+        await volume.removexattr(run, b"user.retainz.keep_last")
+        assert next(z for z in volume.zone_map() if z["class"] == "finite")["retire_max"] is None

@@ -38,6 +38,11 @@ def add_commands(commands: Commands) -> None:
         description="List the generations of the streams at and below PATH.",
     )
     command.add_argument("path", metavar="PATH")
+    command.add_argument(
+        "--history",
+        action="store_true",
+        help="list those that were deleted instead: what was foretold, and what happened",
+    )
     _finish(command, _generations)
 
 
@@ -177,6 +182,8 @@ def _zones(given: argparse.Namespace) -> int:
 
 
 def _generations(given: argparse.Namespace) -> int:
+    if given.history:
+        return _history(given)
     rows = asking.generations(given.path)
     if given.json:
         print_json(rows)
@@ -199,6 +206,36 @@ def _generations(given: argparse.Namespace) -> int:
     if not rows:
         print(f"retainzfs: {given.path}: no generations there", file=sys.stderr)
     return 0
+
+
+def _history(given: argparse.Namespace) -> int:
+    rows = asking.computed(given.path, "history")
+    if given.json:
+        print_json(rows)
+        return 0
+    table = [
+        (
+            row["stream"],
+            str(row["number"]),
+            f"{row['birth_epoch']:.1f}",
+            "never" if row["anchor"] else _epoch(row["predicted_epoch"]),
+            f"{row['deleted_epoch']:.1f}",
+            _saves(row["saves_predicted"]),
+            _saves(row["saves"]),
+            row["origin"],
+        )
+        for row in rows
+    ]
+    heads = ("STREAM", "NUMBER", "BORN", "FORETOLD", "DELETED", "SAVES", "REALLY", "BECAUSE")
+    print_table(heads, table, right="NUMBER BORN FORETOLD DELETED SAVES REALLY")
+    foretold = [row for row in rows if row["saves"] is not None and row["saves_predicted"]]
+    near = sum(abs(row["saves"] - row["saves_predicted"]) <= 1 for row in foretold)
+    print(f"{len(rows)} deleted, {len(foretold)} of them foretold, {near} within one save")
+    return 0
+
+
+def _saves(saves: float | None) -> str:
+    return "-" if saves is None else f"{saves:.2f}"
 
 
 def _epoch(epoch: float | None) -> str:
