@@ -171,7 +171,8 @@ class Core:
             for ino in recovered.orphans:
                 volume.discard(volume.namespace.get(ino))
             for record in list(volume.namespace.generations.values()):
-                if record.state == State.WRITING:
+                closed = recovered.clean and volume.retention.closed(record.generation)
+                if record.state == State.WRITING and not closed:
                     ended = "the mount ended while it was being written"
                     records = volume.retention.incomplete(record.generation, ended)
                     volume.committer.log_each(records)

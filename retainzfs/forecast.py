@@ -6,11 +6,11 @@ import math
 from collections.abc import Callable, Iterator
 from statistics import median
 
-from retainzfs import layout, lifetimes
+from retainzfs import layout, lifetimes, streams
 from retainzfs.config import Configured
-from retainzfs.contexts import Contexts
 from retainzfs.lanes import Hint
-from retainzfs.namespace import ROOT, Inode, Namespace
+from retainzfs.membership import Membership
+from retainzfs.namespace import Inode, Namespace
 from retainzfs.streams import State, Stream
 from retainzfs.zones import Kind
 
@@ -18,7 +18,7 @@ CADENCE_GUESS_S = 60.0  # of the very first stream, until its second save
 E_PER_CADENCE = 4.0  # placement's constants are in quarters of a cadence
 
 
-class Forecast(Contexts):
+class Forecast(Membership):
     def __init__(
         self,
         namespace: Namespace,
@@ -27,23 +27,8 @@ class Forecast(Contexts):
     ) -> None:
         super().__init__(namespace, configured)
         self.now_s = now_s
-        self.streams: dict[int, list[Stream]] = {}  # of a directory
-        self.members: dict[int, set[int]] = {}  # generation → inodes
         self.announced: dict[int, dict[int, int]] = {}  # generation → inode → promised size
         self._unit: float | None = None
-        self._of: dict[int, Stream] = {}  # generation → its stream
-
-    def stream_of(self, generation: int) -> Stream:
-        return self._of[generation]
-
-    def all_streams(self) -> Iterator[Stream]:
-        for streams in self.streams.values():
-            yield from streams
-
-    def records(self, stream: Stream) -> list[layout.GenerationRecord]:
-        """Return the generations of a stream; one that is just being born has no record yet."""
-        known = self.namespace.generations
-        return [known[g] for g in stream.numbers.values() if g in known]
 
     def cadence_of(self, stream: Stream) -> float | None:
         """Return the seconds between saves, declared or learned."""
@@ -125,6 +110,16 @@ class Forecast(Contexts):
         stated = [p for p in policies if p.anchor] or [p for p in policies if p.retire is not None]
         return (stated or policies)[0]
 
+    def remembered(self, stream: Stream) -> list[layout.Record]:
+        """Return the record that keeps what a directory's streams have taught."""
+        inode = self.namespace.inodes.get(stream.ino)
+        if inode is None or not inode.is_dir or not inode.nlink:
+            return []
+        stored = streams.dumps(self.streams[stream.ino])
+        if len(stored) > layout.XATTR_VALUE_MAX // 16:
+            return []  # of a directory with very many jobs
+        return [layout.XattrRecord(stream.ino, streams.STORED, stored)]
+
     # What placement asks
 
     def retire_of(self, generation: int) -> float:
@@ -140,10 +135,13 @@ class Forecast(Contexts):
         stream = self._of.get(generation)
         if record is None or stream is None:
             return Hint(Kind.UNHINTED, math.inf, 0)
-        stream.predicted.setdefault(generation, record.retire)
+        if generation not in stream.predicted:
+            stream.predicted[generation] = record.retire, record.origin.decode(errors="replace")
         if math.isnan(record.retire):
             return Hint(Kind.UNHINTED, math.inf, 0)
-        inode = self.namespace.inodes.get(record.stream)
+        # It may be stated for this generation alone, at its directory.
+        first = next(iter(self.members.get(generation, ())), record.stream)
+        inode = self.namespace.inodes.get(first)
         stated = self.policy_of(inode).size if inode is not None else None
         announced = sum(self.announced.get(generation, {}).values())
         size = stated or max(announced, stream.size)
@@ -151,7 +149,7 @@ class Forecast(Contexts):
         return Hint(kind, record.retire, size)
 
     def announce(self, inode: Inode, size: int) -> None:
-        """A file grew to its size before its bytes came (ftruncate)."""
+        """A file grew to its size before its bytes came (ftruncate, posix_fallocate)."""
         if inode.generation:
             self.announced.setdefault(inode.generation, {})[inode.ino] = size
 
@@ -162,29 +160,6 @@ class Forecast(Contexts):
             known = [c for c in cadences if c]
             self._unit = (median(known) if known else CADENCE_GUESS_S) / E_PER_CADENCE
         return self._unit
-
-    # What a generation consists of
-
-    def tops(self, record: layout.GenerationRecord) -> list[Inode]:
-        """Return what a generation consists of directly below its stream: a directory, or files."""
-        tops: dict[int, Inode] = {}
-        for ino in sorted(self.members.get(record.generation, ())):
-            inode = self.namespace.inodes.get(ino)
-            while inode is not None and inode.parent != record.stream and inode.ino != ROOT:
-                if record.stream == inode.ino:
-                    break
-                inode = self.namespace.inodes.get(inode.parent)
-            if inode is not None and inode.ino != ROOT:
-                tops[inode.ino] = inode
-        return list(tops.values())
-
-    def names_of(self, generation: int) -> list[tuple[int, bytes]]:
-        """Return (directory, name) of everything that a generation consists of."""
-        record = self.namespace.generations[generation]
-        numbers = {inode.ino for inode in self.tops(record)}
-        stream = self.namespace.inodes.get(record.stream)
-        entries = (stream.entries if stream is not None else None) or {}
-        return [(record.stream, name) for name, ino in entries.items() if ino in numbers]
 
 
 def _same(a: float, b: float) -> bool:

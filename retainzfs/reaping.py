@@ -7,17 +7,15 @@ import os
 import stat
 from collections.abc import Callable
 
-from retainzfs import layout, lifetimes
+from retainzfs import layout
+from retainzfs.completion import Completion
 from retainzfs.config import Configured
-from retainzfs.forecast import Forecast
 from retainzfs.namespace import ROOT, Inode, Namespace
-from retainzfs.streams import Stream
 
 LINKS_MAX = 40  # symbolic links that are followed in one path, as by Linux
-YOUNG = 2  # births until which a stream may find that its generations have several files
 
 
-class Reaping(Forecast):
+class Reaping(Completion):
     def __init__(
         self,
         namespace: Namespace,
@@ -67,7 +65,7 @@ class Reaping(Forecast):
                 link = self.namespace.get(ino)
                 if stat.S_ISLNK(link.mode):
                     for inode in self._led_to(link, above):
-                        generation = self._generation_of(inode)
+                        generation = self.generation_of(inode)
                         found.setdefault(generation, f"{os.fsdecode(name)} points to it")
         return found
 
@@ -103,47 +101,3 @@ class Reaping(Forecast):
             found.append(inode)
             at = inode
         return found
-
-    def _generation_of(self, inode: Inode) -> int:
-        """Return the generation of a file, or that which a directory belongs to; 0: none."""
-        context = self._of_directory(inode.ino)
-        if not inode.is_dir or context.match is None:
-            return inode.generation
-        return self._numbered(context.stream, context.match)
-
-    def known(self, directory: int, name: bytes) -> int:
-        """Return the generation that a name belongs to, 0 when nothing was written of it."""
-        context = self.context(directory, name)
-        return 0 if context.match is None else self._numbered(context.stream, context.match)
-
-    def _numbered(self, directory: int, match: lifetimes.Match) -> int:
-        stream = self._find(directory, match)
-        return 0 if stream is None else stream.numbers.get(match.number, 0)
-
-    def _find(self, directory: int, match: lifetimes.Match) -> Stream | None:
-        """Return the stream that a name belongs to, if there is one."""
-        here = self.streams.get(directory, [])
-        for stream in here:
-            if match.series in stream.series:
-                return stream
-        for stream in here:
-            # The second file of a save, like the optimizer's: no other job begins just now.
-            young = len(stream.history.births) <= YOUNG
-            if young and match.number == stream.newest:
-                return stream
-        return None
-
-    # What NeMo says by a file beside
-
-    def is_unfinished(self, record: layout.GenerationRecord) -> bool:
-        """Whether NeMo says, by a file beside it, that a generation is being saved or deleted."""
-        beside = self.namespace.get(record.stream).entries or {}
-        names = self.names_of(record.generation)
-        return any(lifetimes.unfinished_marker(name) in beside for _, name in names)
-
-    def unfinished_by(self, directory: int, name: bytes) -> int:
-        """Return the generation of which a file of this name says that; 0: of none."""
-        stem = name.removesuffix(lifetimes.markers.UNFINISHED)
-        if stem == name:
-            return 0
-        return self.known(directory, stem) or self.known(directory, stem + b".ckpt")

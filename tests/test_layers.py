@@ -24,13 +24,18 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
         "errors",
         "_zio failpoints mounts",
         "layout lifetimes",
+        "asking",
+        "hints",
+        "hooks",
         "device",
         "zones inodes replay history sightings",
         "namespace placement journal streams",
         "trouble mending backup config",
         "lanes extents consistency contexts",
         "reader scrub",
-        "stream forecast",
+        "stream membership",
+        "forecast",
+        "completion",
         "reaping committer",
         "retention",
         "generations",
@@ -57,6 +62,7 @@ RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 FUSE_ROOMS = {"fs", "control", "session"}
 PURE = {"errors", "layout", "lifetimes", "zones", "placement", "inodes", "namespace", "consistency"}
 PURE |= {"config", "history", "sightings", "streams", "contexts", "forecast"}
+PURE |= {"completion", "retention"}
 IMPURE = {"trio", "pyfuse3", "subprocess", "socket", "threading", "asyncio"}
 
 
