@@ -31,7 +31,7 @@ def table(retention: Retention, ino: int) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for stream in _streams(retention, ino):
         retired = _retired(retention, stream)
-        kept = retention.pointed_at(stream.ino) if retired else {}
+        kept = retention.kept(stream) if retired else {}
         for _, generation in sorted(stream.numbers.items()):
             record = retention.namespace.generations[generation]
             row = _row(retention, record, generation in retired.difference(kept))
@@ -127,7 +127,7 @@ def explain(retention: Retention, inode: Inode) -> dict[str, Any]:
     }
     record = retention.record_of(inode)
     finite = record is not None and math.isfinite(record.retire)
-    kept = retention.pointed_at(record.stream).get(record.generation) if record else None
+    kept = retention.why_kept(record) if record is not None else None
     return {
         "path": namespace.path(inode.ino),
         "class": policy.file_class.value,

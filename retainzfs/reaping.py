@@ -11,6 +11,7 @@ from retainzfs import layout
 from retainzfs.completion import Completion
 from retainzfs.config import Configured
 from retainzfs.namespace import ROOT, Inode, Namespace
+from retainzfs.streams import Stream
 
 LINKS_MAX = 40  # symbolic links that are followed in one path, as by Linux
 
@@ -28,8 +29,8 @@ class Reaping(Completion):
     def reapable(self, generation: int) -> list[int]:
         """Return the generations that the stream of a just completed one keeps no longer.
 
-        The newest K in commit order, anchors, and what something points at are never among them,
-        nor what holds another stream: that is an experiment with a number, and no checkpoint.
+        The newest K in commit order, anchors, and what is `kept` are never among them, nor what
+        holds another stream: that is an experiment with a number, and no checkpoint.
         """
         newest = self.namespace.generations.get(generation)
         inode = self.namespace.inodes.get(newest.stream) if newest is not None else None
@@ -38,8 +39,9 @@ class Reaping(Completion):
         policy = self.policy_of(inode)
         if not policy.reap or policy.keep_last is None:
             return []
-        beyond = self.counted(self._of[generation])[policy.keep_last :]
-        kept = self.pointed_at(newest.stream) if beyond else {}
+        stream = self._of[generation]
+        beyond = self.counted(stream)[policy.keep_last :]
+        kept = self.kept(stream) if beyond else {}
         due = [r for r in beyond if not math.isinf(r.retire) and not self._holds_streams(r)]
         return [record.generation for record in due if record.generation not in kept]
 
@@ -53,7 +55,35 @@ class Reaping(Completion):
                 inode = self.namespace.inodes.get(inode.parent)
         return False
 
-    def pointed_at(self, directory: int) -> dict[int, str]:
+    def kept(self, stream: Stream) -> dict[int, str]:
+        """Return what is not to be deleted whatever policy says: generation → why."""
+        return self._last(stream) | self._pointed_at(stream.ino)
+
+    def why_kept(self, record: layout.GenerationRecord) -> str | None:
+        """Return why a generation is not deleted, None when policy alone decides."""
+        stream = self._of.get(record.generation)
+        keep = None if stream is None else self._policy_for(record).keep_last
+        if stream is None or keep is None or record not in self.counted(stream)[keep:]:
+            return None
+        return self.kept(stream).get(record.generation)
+
+    def _last(self, stream: Stream) -> dict[int, str]:
+        """Return the generations with the last file of its kind: perhaps that of a job that saves
+        less often than the one that it is taken together with."""
+        found: dict[int, str] = {}
+        seen: set[bytes] = set()
+        for record in self.counted(stream):
+            matches = {
+                name: self.context(directory, name).match
+                for directory, name in self.names_of(record.generation)
+            }
+            stems = {match.stem: name for name, match in matches.items() if match is not None}
+            for stem in sorted(stems.keys() - seen):
+                found[record.generation] = f"none newer has a file like {os.fsdecode(stems[stem])}"
+            seen |= stems.keys()
+        return found
+
+    def _pointed_at(self, directory: int) -> dict[int, str]:
         """Return the generations that a symbolic link in a stream's directory or above it, or the
         trainer, points at: generation → what does."""
         found: dict[int, str] = {}

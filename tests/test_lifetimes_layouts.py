@@ -16,6 +16,7 @@ from retainzfs.lifetimes import (
     unfinished_marker,
     without_temporary,
 )
+from retainzfs.lifetimes.markers import best
 
 pytestmark = pytest.mark.pure
 
@@ -228,6 +229,21 @@ def test_names_near_the_known_ones(prefix: bytes, number: int, ending: bytes) ->
         assert match.number == number
 
 
+@pytest.mark.parametrize(
+    ("names", "series"),
+    [
+        ([b"step-5-rank0.pt", b"step-6-rank1.pt", b"step-6.pt"], 1),
+        ([b"ckpt-1.shard-3-of-8.pth.tar", b"ckpt-2.shard-0-of-8.pth.tar"], 1),
+        ([b"model-a-5.pt", b"model-b-5.pt"], 2),
+        ([b"model-5.pt", b"optimizer-5.pt"], 2),
+    ],
+)
+def test_the_ranks_of_a_job_are_one_series(names: list[bytes], series: int) -> None:
+    matches = [recognise([name]) for name in names]
+    assert len({match.series for match in matches if match is not None}) == series
+    assert None not in matches
+
+
 @pytest.mark.parametrize("layout", list(Layout))
 def test_markers_are_listed_first(layout: Layout) -> None:
     for name in markers_of(layout):
@@ -275,3 +291,29 @@ def test_tracked_never_raises(name: bytes, content: bytes) -> None:
 def test_nemo_marks_beside() -> None:
     assert unfinished_marker(b"epoch=3-step=9.ckpt") == b"epoch=3-step=9-unfinished"
     assert is_tracker(unfinished_marker(b"gpt--step=9"))
+
+
+@pytest.mark.parametrize(
+    ("value", "name"),
+    [
+        ('"/data/run/checkpoint-500"', b"checkpoint-500"),
+        ('"run/checkpoint-500/"', b"checkpoint-500"),
+        ('"r\\u00fcn/checkpoint-5"', b"checkpoint-5"),
+        ('"a\\"b"', b'a"b'),
+        ("null", None),
+        ('""', None),
+        ('"/"', None),
+        ('"\\ud800"', None),
+        ('"cut off', None),
+        ("7", None),
+    ],
+)
+def test_trainer_state_names_the_best(value: str, name: bytes | None) -> None:
+    text = f'{{\n  "best_metric": 0.5,\n  "best_model_checkpoint": {value},\n  "epoch": 1.0,'
+    assert best(text.encode()) == name
+
+
+@given(st.binary())
+def test_best_never_raises(content: bytes) -> None:
+    name = best(b'"best_model_checkpoint": "' + content)
+    assert name is None or b"/" not in name

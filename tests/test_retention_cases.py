@@ -634,3 +634,66 @@ async def test_what_nemo_calls_unfinished_does_not_count(as_directory: bool) -> 
         await put(volume, run, b"gpt--loss=0.5-step=2-unfinished", b"")
         assert states(volume) == {2: "incomplete", 3: "incomplete"}, "it is being deleted"
         assert row(volume, 2)["reason"] == "it is called unfinished"
+
+
+# Several files, several jobs
+
+
+@pytest.mark.parametrize("apart", [0, 5])
+async def test_two_jobs_in_a_directory_do_not_eat_each_others_generations(apart: int) -> None:
+    device = await formatted(small_device())
+    async with mounted(device) as volume:
+        run = await directory(volume, b"run", keep_last=b"2", reap=b"1")
+        await put(volume, run, b"model-b-7.pt", archive())
+        for number in (10, 20, 30, 40):
+            await put(volume, run, b"model-a-%d.pt" % number, archive())
+            await settled(volume)
+        assert names(volume, run) == {b"model-b-7.pt", b"model-a-30.pt", b"model-a-40.pt"}
+    async with mounted(device) as volume:
+        for number in (50, 60):
+            await put(volume, run, b"model-b-%d.pt" % (number + apart), archive())
+            await put(volume, run, b"model-a-%d.pt" % number, archive())
+            await settled(volume)
+        assert names(volume, run) == {
+            b"model-a-50.pt", b"model-a-60.pt",
+            b"model-b-%d.pt" % (50 + apart), b"model-b-%d.pt" % (60 + apart),
+        }  # fmt: skip
+
+
+@pytest.mark.parametrize("form", [b"step-%d-rank%d.pt", b"ep0-ba%d-rank%d.pt"])
+async def test_ranks_of_a_step_count_together(form: bytes) -> None:
+    device = await formatted(small_device())
+    async with mounted(device) as volume:
+        run = await directory(volume, b"run", keep_last=b"1", reap=b"1")
+        for rank in range(3):
+            await put(volume, run, form % (5, rank), archive())
+            await settled(volume)
+        assert states(volume) == {5: "complete"}
+        for rank in range(2):
+            await put(volume, run, form % (6, rank), archive())
+            await settled(volume)
+        assert states(volume) == {5: "complete", 6: "writing"}, "rank 2 is not there yet"
+        await put(volume, run, form % (6, 2), archive())
+        await settled(volume)
+        assert names(volume, run) == {form % (6, rank) for rank in range(3)}
+    async with mounted(device) as volume:
+        await put(volume, run, form % (7, 0), archive())
+        await settled(volume)
+        assert states(volume) == {6: "complete", 7: "writing"}
+
+
+async def test_the_last_file_of_a_slow_job_is_kept() -> None:
+    """It began together with the other one, so that both pass for one job with two files."""
+    async with mounted(await formatted(small_device())) as volume:
+        run = await directory(volume, b"run", keep_last=b"1", reap=b"1")
+        for name in (b"model-a-0.pt", b"model-b-0.pt"):
+            await put(volume, run, name, archive())
+        for number in range(10, 100, 10):
+            await put(volume, run, b"model-a-%d.pt" % number, archive())
+            await settled(volume)
+        assert b"model-b-0.pt" in names(volume, run)
+        assert row(volume, 0)["origin"].endswith("kept: none newer has a file like model-b-0.pt")
+        assert b"model-a-50.pt" not in names(volume, run)
+        await put(volume, run, b"model-b-90.pt", archive())
+        await settled(volume)
+        assert b"model-b-0.pt" not in names(volume, run)

@@ -72,8 +72,15 @@ _TENSORFLOW = re.compile(rb"(.+-)([0-9]+)(\.index|\.meta|\.data-[0-9]+-of-[0-9]+
 _TENSORFLOW_TEMPORARY = re.compile(rb"(?:.*\.)?(?:ckpt|model)-[0-9]+", re.DOTALL)
 _ORBAX = re.compile(rb"((?:.*_)?)([0-9]+)", re.DOTALL)
 
-# What tells the files of one generation apart, at the end of their stems.
+# One of several files of a generation, each by another process: step-5-rank0.pt.
+_OF_RANK = (
+    rb"[-_.](?:rank|shard|part|worker|mp_rank|dp_rank|tp|pp|dp)[-_]?[0-9]+(?:[-_]of[-_][0-9]+)?"
+)
+_RANK = re.compile(_OF_RANK + rb"\Z", re.IGNORECASE)
+
+# What tells the files of one generation apart, in their stems.
 _SHARD = {
+    Layout.PLAIN: re.compile(_OF_RANK + rb"(?=\.[^.]+(?:\.tar)?\Z)", re.IGNORECASE),
     Layout.TENSORFLOW: re.compile(rb"(?:\.index|\.meta|\.data-[0-9]+-of-[0-9]+)\Z"),
     Layout.COMPOSER: re.compile(rb"(?:-rank[0-9]+)?(?:\.pt)?\Z"),
 }
@@ -90,11 +97,6 @@ _NO_GENERATION = re.compile(
     rb"(?:.*[^a-z])?(?:of|rank|shard|part|chunk|split|fold|worker|seed|rng_state|random_states"
     rb"|data|frame|batch|sample|last|latest|best)[-_=]?",
     re.IGNORECASE | re.DOTALL,
-)
-# One of several files of a generation, each by another process: step-5-rank0.pt.
-_RANK = re.compile(
-    rb"[-_.](?:rank|shard|part|worker|mp_rank|dp_rank|tp|pp|dp)[-_]?[0-9]+(?:[-_]of[-_][0-9]+)?\Z",
-    re.IGNORECASE,
 )
 _WORD_AT_END = re.compile(rb"(?:.*[^a-z])?" + _WORDS + rb"[-_=]?", re.IGNORECASE | re.DOTALL)
 _ALWAYS_MODEL = re.compile(rb"\.(?:pt|pth|ckpt|safetensors|(?:pt|pth|ckpt)\.tar)\Z", re.IGNORECASE)
