@@ -116,8 +116,6 @@ class Forecast(Membership):
         if inode is None or not inode.is_dir or not inode.nlink:
             return []
         stored = streams.dumps(self.streams[stream.ino])
-        if len(stored) > layout.XATTR_VALUE_MAX // 16:
-            return []  # of a directory with very many jobs
         return [layout.XattrRecord(stream.ino, streams.STORED, stored)]
 
     # What placement asks

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from retainzfs import asking, mounts
@@ -150,9 +151,10 @@ def _share(status: dict[str, Any]) -> str:
 
 
 def _print_streams(streams: list[dict[str, Any]]) -> None:
+    paths = Counter(stream["path"] for stream in streams)
     rows = [
         (
-            stream["path"],
+            stream["path"] if paths[stream["path"]] == 1 else _job(stream),
             str(stream["generations"]),
             str(stream["complete"]),
             _or_dash(stream["newest_committed"]),
@@ -164,6 +166,11 @@ def _print_streams(streams: list[dict[str, Any]]) -> None:
     ]
     heads = ("STREAM", "SAVES", "COMPLETE", "NEWEST", "PUBLISHED", "CADENCE", "SIZE")
     print_table(heads, rows, right="SAVES COMPLETE NEWEST PUBLISHED CADENCE SIZE")
+
+
+def _job(stream: dict[str, Any]) -> str:
+    """One of several streams in a directory, by what its names have beside the number."""
+    return f"{stream['path']} ({', '.join(stream['names'])})"
 
 
 def _or_dash(value: object) -> str:
