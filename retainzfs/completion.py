@@ -90,11 +90,11 @@ class Completion(Forecast):
     def _stems(self, record: layout.GenerationRecord) -> dict[bytes, int]:
         """Return the stem of each single file of a generation, and its size."""
         stems: dict[bytes, int] = {}
-        for inode in self._members(record.generation):
-            if inode.parent == record.stream:
-                match = self.match_of(record.stream, inode)
-                if match is not None and not match.temporary:
-                    stems[match.stem] = inode.size
+        for directory, name in self.names_of(record.generation):
+            inode = self.namespace.child(directory, name)
+            match = self.context(directory, name).match
+            if inode.is_file and match is not None and not match.temporary:
+                stems[match.stem] = inode.size
         return stems
 
     def _measure(self, stream: Stream, record: layout.GenerationRecord) -> None:

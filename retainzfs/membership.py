@@ -18,6 +18,7 @@ class Membership(Contexts):
         super().__init__(namespace, configured)
         self.streams: dict[int, list[Stream]] = {}  # of a directory
         self.members: dict[int, set[int]] = {}  # generation → inodes
+        self.shared: dict[int, set[int]] = {}  # inode → generations, where it is in several
         self._of: dict[int, Stream] = {}  # generation → its stream
 
     def all_streams(self) -> Iterator[Stream]:
@@ -65,14 +66,34 @@ class Membership(Contexts):
         """Return what a generation consists of directly below its stream: a directory, or files."""
         tops: dict[int, Inode] = {}
         for ino in sorted(self.members.get(record.generation, ())):
-            inode = self.namespace.inodes.get(ino)
-            while inode is not None and inode.parent != record.stream and inode.ino != ROOT:
-                if record.stream == inode.ino:
-                    break
-                inode = self.namespace.inodes.get(inode.parent)
-            if inode is not None and inode.ino != ROOT:
-                tops[inode.ino] = inode
+            inode = self.namespace.inodes[ino]
+            parents = [inode.parent]
+            if ino in self.namespace.links and ino != record.stream:
+                places = self.namespace.names(inode)
+                parents = [place[0] for place in places if self._names(record, *place)]
+            for parent in parents:
+                top = self._top(inode, parent, record.stream)
+                if top is not None:
+                    tops[top.ino] = top
         return list(tops.values())
+
+    def _top(self, inode: Inode, parent: int, stream: int) -> Inode | None:
+        while stream not in (parent, inode.ino):
+            above = self.namespace.inodes.get(parent)
+            if above is None or above.ino == ROOT:
+                return None
+            inode, parent = above, above.parent
+        return inode
+
+    def _names(self, record: layout.GenerationRecord, directory: int, name: bytes) -> bool:
+        """Whether a name is of a generation; while a mount restores its streams, whether it may."""
+        context = self.context(directory, name)
+        if context.match is None or context.stream != record.stream:
+            return False
+        number = context.match.number
+        stream = self._find(context.stream, context.match)
+        known = None if stream is None else stream.numbers.get(number)
+        return number == record.number and known in (None, record.generation)
 
     def match_of(self, directory: int, top: Inode) -> lifetimes.Match | None:
         name = self.namespace.components(top.ino)[-1]
@@ -84,4 +105,24 @@ class Membership(Contexts):
         numbers = {inode.ino for inode in self.tops(record)}
         stream = self.namespace.inodes.get(record.stream)
         entries = (stream.entries if stream is not None else None) or {}
-        return [(record.stream, name) for name, ino in entries.items() if ino in numbers]
+        return [
+            (record.stream, name)
+            for name, ino in entries.items()
+            if ino in numbers
+            and (ino not in self.namespace.links or self._names(record, record.stream, name))
+        ]
+
+    # A file with several names is in the generations of all of them
+
+    def generations_of(self, inode: Inode) -> set[int]:
+        return self.shared.get(inode.ino) or {inode.generation} - {0}
+
+    def joins(self, inode: Inode, generations: set[int]) -> set[int]:
+        """An inode is in these generations from now on; return those that it has left."""
+        left = self.generations_of(inode) - generations
+        for generation in generations:
+            self.members.setdefault(generation, set()).add(inode.ino)
+        self.shared.pop(inode.ino, None)
+        if len(generations) > 1:
+            self.shared[inode.ino] = generations
+        return left

@@ -84,13 +84,25 @@ class Names(Removal):
         if inode.nlink >= LINK_MAX:
             raise FSError(errno.EMLINK, self.namespace.path(ino))
         now = self.options.wall_ns()
+        was = self.namespace.generations.get(inode.generation)
+        generation, before, after = self._belonging(inode, new=(parent, name))
+        described = self.namespace.describe(inode)
         self.committer.log(
-            self.namespace.describe(inode)._replace(
-                nlink=inode.nlink + 1, ctime_ns=now, parent=parent
-            ),
+            *before,
             layout.LinkRecord(parent, name, ino),
+            described._replace(
+                nlink=inode.nlink + 1, ctime_ns=now, generation=generation, parent=parent
+            ),
             self._touched(directory, now),
+            *after,
         )
+        for record in before:
+            if isinstance(record, layout.GenerationRecord):
+                self._begun(record.generation)
+        known = self.retention.known(parent, name)
+        whole = (State.COMPLETE, State.PRESUMED)
+        if was is None or was.state in whole or was.generation == known:
+            self._arrived(inode, (parent, name))
         return inode
 
     async def unlink(self, parent: int, name: bytes) -> None:
@@ -104,7 +116,7 @@ class Names(Removal):
             *self.retention.unmarked(parent, name),
             layout.UnlinkRecord(parent, name),
             self._touched(self.namespace.get(parent), now),
-            *self._unlinked(inode, now),
+            *self._unlinked(inode, now, (parent, name)),
         )
         held = self.retention.unfinished_by(parent, name)
         if held in self.retention.claimed:
@@ -122,7 +134,7 @@ class Names(Removal):
         self.committer.log(
             layout.UnlinkRecord(parent, name),
             self._touched(self.namespace.get(parent), now, links=-1),
-            *self._unlinked(inode, now),
+            *self._unlinked(inode, now, (parent, name)),
         )
 
     def entries(self, ino: int) -> list[tuple[bytes, int]]:
@@ -244,7 +256,7 @@ class Names(Removal):
         described = self.namespace.describe(source)
         records.append(described._replace(parent=new[0], ctime_ns=now))
         if target is not None:
-            records += self._unlinked(target, now)
+            records += self._unlinked(target, now, new)
         self.committer.log(*records)
 
     def _exchange(
@@ -319,11 +331,18 @@ class Names(Removal):
         was = self.retention.context(*old).match
         if was is not None and was.temporary and was.final == new[1] and old[0] == new[0]:
             # Even if the final name alone would not be recognised.
-            for generation in {i.generation for i, *_ in self._files(source, *new)} - {0}:
+            files = [inode for inode, *_ in self._files(source, *new) if inode.nlink == 1]
+            generations = {inode.generation for inode in files} | {self.retention.known(*old)}
+            for generation in generations - {0}:
                 self.completed(generation)
             return
         for inode, parent, name in self._files(source, *new):
             if self.retention.owns(inode):
+                continue
+            if inode.nlink > 1:
+                generation, records, left = self._belonging(inode)
+                described = self.namespace.describe(inode)._replace(generation=generation)
+                self.committer.log(*records, described, *left)
                 continue
             generation, records = self.retention.assign(parent, name, again=False)
             if generation == inode.generation:
@@ -335,13 +354,17 @@ class Names(Removal):
             self.retention.joined(inode)
             if generation and begins:
                 self._begun(generation)
-        now = self.retention.context(*new).match
-        if now is None or now.temporary:
+        self._arrived(source, new, renamed=was is not None and not was.temporary)
+
+    def _arrived(self, inode: Inode, place: tuple[int, bytes], *, renamed: bool = False) -> None:
+        """What was written elsewhere, or under a temporary name, has its final one: it is whole.
+        Not what has only been `renamed` from one final name to another, but for a marker."""
+        match = self.retention.context(*place).match
+        if match is None or match.temporary:
             return
-        itself = now.depth == len(self.namespace.components(new[0]))
-        arrived = itself and (was is None or was.temporary)
-        if arrived or (source.is_file and self.retention.marked(*new)):
-            self.completed(self.retention.known(*new))
+        itself = match.depth == len(self.namespace.components(place[0]))
+        if (itself and not renamed) or (inode.is_file and self.retention.marked(*place)):
+            self.completed(self.retention.known(*place))
 
     def _files(self, inode: Inode, parent: int, name: bytes) -> Iterator[tuple[Inode, int, bytes]]:
         found = ((inode, parent, name), *self._below(inode))

@@ -70,6 +70,7 @@ class Namespace:
         self.version = 0  # of everything that a path or an inherited attribute depends on
         self.fresh = 0  # extents that were mapped and that the journal does not know yet
         self.lenient = False  # replaying what a fuzzy snapshot may already have outlived
+        self.links: dict[int, set[tuple[int, bytes]]] = {}  # names of files that have several
         self.fading: set[int] = set()  # tops in limbo whose names somebody may still have
         self.ledger: Ledger | None = None
         self.lost: Callable[[Inode], None] = lambda inode: None  # hears of bytes that are lost
@@ -140,6 +141,31 @@ class Namespace:
 
     def path(self, ino: int) -> str:
         return "/" + "/".join(map(os.fsdecode, self.components(ino)))
+
+    def names(self, inode: Inode) -> list[tuple[int, bytes]]:
+        """Return the names of a file as (directory, name); of a directory its one."""
+        known = self.links.get(inode.ino)
+        if known is not None:
+            return sorted(known)
+        if self._leads(inode):
+            return [(inode.parent, inode.name)]
+        parent = self.inodes.get(inode.parent)
+        entries = (parent.entries if parent is not None else None) or {}
+        return [(inode.parent, name) for name, ino in entries.items() if ino == inode.ino]
+
+    def _leads(self, inode: Inode) -> bool:
+        """Whether its newest name still leads to the inode."""
+        parent = self.inodes.get(inode.parent)
+        return parent is not None and (parent.entries or {}).get(inode.name) == inode.ino
+
+    def count_links(self) -> None:
+        """Note all names of files with several, after a replay; `apply` follows from then on."""
+        many = {i.ino for i in self.inodes.values() if i.nlink > 1 and not i.is_dir}
+        self.links = {ino: set() for ino in many}
+        for inode in self.inodes.values() if many else ():
+            for name, ino in (inode.entries or {}).items():
+                if ino in many:
+                    self.links[ino].add((inode.ino, name))
 
     def below(self, inode: Inode, ancestor: int) -> bool:
         while inode.ino != ROOT:
@@ -220,6 +246,7 @@ class Namespace:
             self.drop(inode, 0, _FOREVER)
             self.drop_shadow(inode)
             self.fresh -= inode.fresh
+            self.links.pop(record.ino, None)
             del self.inodes[record.ino]
 
     def _link(self, record: layout.LinkRecord) -> None:
@@ -228,8 +255,15 @@ class Namespace:
             return
         if parent.entries is None:
             raise ValueError(f"inode {record.parent} has a name in it and is no directory")
-        parent.entries[record.name] = record.ino
         child = self.inodes.get(record.ino)
+        place = record.parent, record.name
+        self.links.get(parent.entries.get(record.name, 0), set()).discard(place)
+        if child is not None and not child.is_dir:
+            if record.ino not in self.links and self._leads(child):
+                self.links[record.ino] = {(child.parent, child.name)}
+            if record.ino in self.links:
+                self.links[record.ino].add(place)
+        parent.entries[record.name] = record.ino
         if child is not None:
             child.name = record.name
             self.version += child.is_dir
@@ -240,7 +274,8 @@ class Namespace:
             return
         if parent.entries is None or (record.name not in parent.entries and not self.lenient):
             raise ValueError(f"inode {record.parent} has no name {record.name!r} to remove")
-        parent.entries.pop(record.name, None)
+        ino = parent.entries.pop(record.name, 0)
+        self.links.get(ino, set()).discard((record.parent, record.name))
 
     def _set_xattr(self, record: layout.XattrRecord) -> None:
         inode = self._known(record.ino)

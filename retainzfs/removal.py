@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import stat
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Self
 
@@ -63,15 +63,20 @@ class Removal(Core):
         moved = dict.fromkeys((parent for parent, _ in names), 0)  # directory → directories in it
         for parent, name in names:
             inode = self.namespace.child(parent, name)
+            generation, before, after = self._belonging(inode, lost=names)
             place = b"%d" % inode.ino
             while place in taken:  # another name of the same file
                 place += b"+"
             taken.add(place)
             moved[parent] += inode.is_dir
+            described = self.namespace.describe(inode)
+            home = self._home(inode, names, limbo.ino)
             records += [
+                *before,
                 layout.UnlinkRecord(parent, name),
                 layout.LinkRecord(limbo.ino, place, inode.ino),
-                self.namespace.describe(inode)._replace(parent=limbo.ino, ctime_ns=now),
+                described._replace(generation=generation, parent=home, ctime_ns=now),
+                *after,
             ]
         for parent, count in moved.items():
             records.append(self._touched(self.namespace.get(parent), now, links=-count))
@@ -128,7 +133,7 @@ class Removal(Core):
         self.committer.log(
             layout.UnlinkRecord(parent, name),
             described._replace(nlink=described.nlink - inode.is_dir),
-            *self._unlinked(inode, self.options.wall_ns()),
+            *self._unlinked(inode, self.options.wall_ns(), (parent, name)),
         )
 
     # Parts of an operation
@@ -137,7 +142,37 @@ class Removal(Core):
         record = self.namespace.describe(directory)
         return record._replace(mtime_ns=now_ns, ctime_ns=now_ns, nlink=record.nlink + links)
 
-    def _unlinked(self, inode: Inode, now_ns: int) -> list[layout.Record]:
+    def _belonging(
+        self,
+        inode: Inode,
+        *,
+        lost: Collection[tuple[int, bytes]] = (),
+        new: tuple[int, bytes] | None = None,
+    ) -> tuple[int, list[layout.Record], list[layout.Record]]:
+        """A file with several names gets a new one, or has lost one: its generations are those of
+        its names. Return the one that its bytes go with, and records that must be logged before,
+        and after, that is its. Of what has one name nothing changes."""
+        if not inode.is_file or self.retention.owns(inode) or (new is None and inode.nlink == 1):
+            return inode.generation, [], []
+        names = [name for name in self.retention.visible(inode) if name not in lost]
+        names += [new] if new is not None else []
+        before: list[layout.Record] = []
+        generations: set[int] = set()
+        for name in names:
+            generation, born = self.retention.assign(*name, again=False)
+            generations.add(generation)
+            before += born
+        generations.discard(0)
+        after = self.belongs(inode, generations)
+        return self.retention.latest(generations, before), before, after
+
+    def _home(self, inode: Inode, lost: Collection[tuple[int, bytes]], otherwise: int) -> int:
+        """Return the directory of a name that is left to an inode, the one it is known by if that
+        is one."""
+        left = [place[0] for place in self.retention.visible(inode) if place not in lost]
+        return inode.parent if inode.parent in left else next(iter(left), otherwise)
+
+    def _unlinked(self, inode: Inode, now_ns: int, lost: tuple[int, bytes]) -> list[layout.Record]:
         """Return the records for a name less; the last one takes the bytes along, unless the
         inode is in use."""
         left = 0 if inode.is_dir else inode.nlink - 1
@@ -145,6 +180,10 @@ class Removal(Core):
             self.retention.forget(inode)
         record = self.namespace.describe(inode)._replace(nlink=left, ctime_ns=now_ns)
         records: list[layout.Record] = [record]
+        if left:
+            generation, before, after = self._belonging(inode, lost=[lost])
+            home = self._home(inode, [lost], inode.parent)
+            records = [*before, record._replace(generation=generation, parent=home), *after]
         if left == 0 and not inode.in_use:
             self.committer.forget(inode)
             records.append(layout.FreeRecord(inode.ino))

@@ -40,6 +40,7 @@ class Retention(Reaping):
                 self.streams[inode.ino] = streams.loads(inode.ino, stored)
                 for stream in self.streams[inode.ino]:
                     self._know(stream)
+        self._restore_links()
         for record in sorted(self.namespace.generations.values(), key=lambda r: r.generation):
             if record.state == State.RETIRED:
                 continue
@@ -58,11 +59,29 @@ class Retention(Reaping):
             for record in reversed(self.counted(stream)):
                 self._measure(stream, record)
 
+    def _restore_links(self) -> None:
+        """Let files with several names be in the generations of all of them."""
+        numbered: dict[tuple[int, int], list[layout.GenerationRecord]] = {}
+        for record in self.namespace.generations.values():
+            if record.state != State.RETIRED:
+                numbered.setdefault((record.stream, record.number), []).append(record)
+        for ino in self.namespace.links:
+            inode = self.namespace.get(ino)
+            found = {inode.generation} - {0}
+            for place in self.visible(inode):
+                context = self.context(*place)
+                here = context.stream, context.match.number if context.match else -1
+                known = numbered.get(here, [])
+                if not found & {record.generation for record in known}:
+                    found |= {record.generation for record in known[-1:]}
+            if inode.is_file and not self.owns(inode):
+                self.joins(inode, found)
+
     def _restored(self, record: layout.GenerationRecord) -> Stream:
         """Return the stream of a generation by the names that it has."""
         series = set()
-        for top in self.tops(record):
-            match = self.match_of(record.stream, top)
+        for place in self.names_of(record.generation):
+            match = self.context(*place).match
             if match is not None:
                 series.add(match.series)
         here = self.streams.setdefault(record.stream, [])
@@ -153,6 +172,23 @@ class Retention(Reaping):
     def joined(self, inode: Inode) -> None:
         if inode.generation and inode.is_file:
             self.members.setdefault(inode.generation, set()).add(inode.ino)
+
+    def latest(self, generations: set[int], born: list[layout.Record]) -> int:
+        """Return the generation that retires last, 0 for none: a shared file's bytes go with it."""
+        records = {g: self.namespace.generations.get(g) for g in generations}
+        records |= {r.generation: r for r in born if isinstance(r, layout.GenerationRecord)}
+
+        def retire(generation: int) -> tuple[float, int]:
+            record = records[generation]
+            known = record is not None and not math.isnan(record.retire)
+            return record.retire if record is not None and known else -math.inf, generation
+
+        return max(generations, key=retire, default=0)
+
+    def visible(self, inode: Inode) -> list[tuple[int, bytes]]:
+        """Return the names of a file that somebody can find."""
+        names = self.namespace.names(inode)
+        return [n for n in names if not self.namespace.removed(self.namespace.get(n[0]))]
 
     def left(self, generation: int, ino: int) -> list[layout.Record]:
         """An inode is no longer in a generation; the last one takes it along."""
