@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -90,8 +91,9 @@ def _row(
     namespace = retention.namespace
     inodes = [namespace.get(i) for i in retention.members.get(record.generation, ())]
     zones = {e.run.zone for i in inodes for e in i.extents if e.run.zone >= 0}
-    tops = retention.tops(record)
-    path = namespace.path(tops[0].ino if tops else record.stream)
+    path = namespace.path(record.stream)
+    for directory, name in retention.names_of(record.generation)[:1]:
+        path = os.path.join(namespace.path(directory), os.fsdecode(name))
     return {
         "number": record.number,
         "path": path,

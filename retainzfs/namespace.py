@@ -159,13 +159,17 @@ class Namespace:
         return parent is not None and (parent.entries or {}).get(inode.name) == inode.ino
 
     def count_links(self) -> None:
-        """Note all names of files with several, after a replay; `apply` follows from then on."""
-        many = {i.ino for i in self.inodes.values() if i.nlink > 1 and not i.is_dir}
-        self.links = {ino: set() for ino in many}
-        for inode in self.inodes.values() if many else ():
-            for name, ino in (inode.entries or {}).items():
-                if ino in many:
-                    self.links[ino].add((inode.ino, name))
+        """Note the names of all inodes, after a replay; `apply` follows from then on."""
+        self.links = {i.ino: set() for i in self.inodes.values() if i.nlink > 1 and not i.is_dir}
+        for directory in self.inodes.values():
+            for name, ino in (directory.entries or {}).items():
+                inode = self.inodes[ino]
+                if ino in self.links:
+                    self.links[ino].add((directory.ino, name))
+                elif not inode.is_dir:
+                    inode.parent = directory.ino  # that of its newest name may be gone
+                if inode.parent == directory.ino:
+                    inode.name = name
 
     def below(self, inode: Inode, ancestor: int) -> bool:
         while inode.ino != ROOT:

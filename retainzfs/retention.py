@@ -7,7 +7,7 @@ Nothing here touches bytes; a mistake costs placement, not data.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from retainzfs import layout, lifetimes, streams
 from retainzfs.config import Configured
@@ -33,25 +33,21 @@ class Retention(Reaping):
     def restore(self) -> None:
         """Derive streams and members from the namespace, after a replay."""
         for inode in self.namespace.inodes.values():
-            if inode.generation and inode.is_file:
+            if inode.generation and inode.is_file and inode.ino not in self.namespace.links:
                 self.members.setdefault(inode.generation, set()).add(inode.ino)
             stored = (inode.xattrs or {}).get(streams.STORED)
             if stored is not None:
                 self.streams[inode.ino] = streams.loads(inode.ino, stored)
                 for stream in self.streams[inode.ino]:
                     self._know(stream)
-        self._restore_links()
+        waiting: list[layout.GenerationRecord] = []  # those of which all files have other names
         for record in sorted(self.namespace.generations.values(), key=lambda r: r.generation):
-            if record.state == State.RETIRED:
-                continue
-            stream = self._restored(record)
-            stream.numbers[record.number] = record.generation
-            self._of[record.generation] = stream
-            if record.state == State.INCOMPLETE:
-                self.reasons[record.generation] = "it was not complete at the last unmount"
-                stream.history.fail(record.generation)
-            elif record.birth <= self.now_s():
-                stream.history.begin(record.generation, record.birth)
+            if record.generation not in self.members:
+                waiting.append(record)
+            elif record.state != State.RETIRED:
+                self._restored(record, self.names_of(record.generation))
+        for ino in self.namespace.links:
+            self._restore_link(self.namespace.get(ino), waiting)
         for stream in self.all_streams():
             gone = stream.predicted.keys() - stream.numbers.values()
             for generation in gone:
@@ -59,31 +55,34 @@ class Retention(Reaping):
             for record in reversed(self.counted(stream)):
                 self._measure(stream, record)
 
-    def _restore_links(self) -> None:
-        """Let files with several names be in the generations of all of them."""
-        numbered: dict[tuple[int, int], list[layout.GenerationRecord]] = {}
-        for record in self.namespace.generations.values():
-            if record.state != State.RETIRED:
-                numbered.setdefault((record.stream, record.number), []).append(record)
-        for ino in self.namespace.links:
-            inode = self.namespace.get(ino)
-            found = {inode.generation} - {0}
-            for place in self.visible(inode):
-                context = self.context(*place)
-                here = context.stream, context.match.number if context.match else -1
-                known = numbered.get(here, [])
-                if not found & {record.generation for record in known}:
-                    found |= {record.generation for record in known[-1:]}
-            if inode.is_file and not self.owns(inode):
-                self.joins(inode, found)
+    def _restore_link(self, inode: Inode, waiting: list[layout.GenerationRecord]) -> None:
+        """Let a file with several names be in the generations of all of them."""
+        found: set[int] = set()
+        for place in () if self.owns(inode) or not inode.is_file else self.visible(inode):
+            context = self.context(*place)
+            if context.match is None or context.policy.file_class is not FileClass.CHECKPOINT:
+                continue
+            named = context.stream, context.match.number
+            here = [r for r in waiting if (r.stream, r.number) == named]
+            if not self.known(*place) and here:
+                record = max(here, key=lambda r: r.generation == inode.generation)
+                waiting.remove(record)
+                self._restored(record, [place])
+            found.add(self.known(*place))
+        found.discard(0)
+        if not found and inode.generation in self.namespace.generations:
+            found = {inode.generation}
+            record = self.namespace.generations[inode.generation]
+            if record.state != State.RETIRED and inode.generation not in self._of:
+                self._restored(record, [])
+        self.joins(inode, found)
 
-    def _restored(self, record: layout.GenerationRecord) -> Stream:
-        """Return the stream of a generation by the names that it has."""
-        series = set()
-        for place in self.names_of(record.generation):
-            match = self.context(*place).match
-            if match is not None:
-                series.add(match.series)
+    def _restored(
+        self, record: layout.GenerationRecord, names: Iterable[tuple[int, bytes]]
+    ) -> None:
+        """A generation has these names: they tell its stream."""
+        matches = [self.context(*place).match for place in names]
+        series = {match.series for match in matches if match is not None}
         here = self.streams.setdefault(record.stream, [])
         for stream in here:
             if stream.series & series or not series:
@@ -92,7 +91,13 @@ class Retention(Reaping):
             stream = Stream(record.stream)
             here.append(stream)
         stream.series |= series
-        return stream
+        stream.numbers[record.number] = record.generation
+        self._of[record.generation] = stream
+        if record.state == State.INCOMPLETE:
+            self.reasons[record.generation] = "it was not complete at the last unmount"
+            stream.history.fail(record.generation)
+        elif record.birth <= self.now_s():
+            stream.history.begin(record.generation, record.birth)
 
     def _stream(self, directory: int, match: lifetimes.Match) -> Stream:
         stream = self._find(directory, match)
