@@ -85,18 +85,17 @@ class Names(Removal):
             raise FSError(errno.EMLINK, self.namespace.path(ino))
         now = self.options.wall_ns()
         was = self.namespace.generations.get(inode.generation)
-        generation, before, after = self._belonging(inode, new=(parent, name))
+        generation, born = self._linked(inode, (parent, name))
         described = self.namespace.describe(inode)
         self.committer.log(
-            *before,
+            *born,
             layout.LinkRecord(parent, name, ino),
             described._replace(
                 nlink=inode.nlink + 1, ctime_ns=now, generation=generation, parent=parent
             ),
             self._touched(directory, now),
-            *after,
         )
-        for record in before:
+        for record in born:
             if isinstance(record, layout.GenerationRecord):
                 self._begun(record.generation)
         known = self.retention.known(parent, name)
@@ -340,9 +339,11 @@ class Names(Removal):
             if self.retention.owns(inode):
                 continue
             if inode.nlink > 1:
-                generation, records, left = self._belonging(inode)
-                described = self.namespace.describe(inode)._replace(generation=generation)
-                self.committer.log(*records, described, *left)
+                generation, born = self._linked(inode, (parent, name))
+                described = self.namespace.describe(inode)
+                self.committer.log(*born, described._replace(generation=generation))
+                generation, left = self._left_with(inode, ())
+                self.committer.log(described._replace(generation=generation), *left)
                 continue
             generation, records = self.retention.assign(parent, name, again=False)
             if generation == inode.generation:

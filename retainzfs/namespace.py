@@ -70,7 +70,8 @@ class Namespace:
         self.version = 0  # of everything that a path or an inherited attribute depends on
         self.fresh = 0  # extents that were mapped and that the journal does not know yet
         self.lenient = False  # replaying what a fuzzy snapshot may already have outlived
-        self.links: dict[int, set[tuple[int, bytes]]] = {}  # names of files that have several
+        # Names of files that have several, in the order in which they came.
+        self.links: dict[int, dict[tuple[int, bytes], None]] = {}
         self.fading: set[int] = set()  # tops in limbo whose names somebody may still have
         self.ledger: Ledger | None = None
         self.lost: Callable[[Inode], None] = lambda inode: None  # hears of bytes that are lost
@@ -146,7 +147,7 @@ class Namespace:
         """Return the names of a file as (directory, name); of a directory its one."""
         known = self.links.get(inode.ino)
         if known is not None:
-            return sorted(known)
+            return list(known)
         if self._leads(inode):
             return [(inode.parent, inode.name)]
         parent = self.inodes.get(inode.parent)
@@ -160,12 +161,12 @@ class Namespace:
 
     def count_links(self) -> None:
         """Note the names of all inodes, after a replay; `apply` follows from then on."""
-        self.links = {i.ino: set() for i in self.inodes.values() if i.nlink > 1 and not i.is_dir}
+        self.links = {i.ino: {} for i in self.inodes.values() if i.nlink > 1 and not i.is_dir}
         for directory in self.inodes.values():
             for name, ino in (directory.entries or {}).items():
                 inode = self.inodes[ino]
                 if ino in self.links:
-                    self.links[ino].add((directory.ino, name))
+                    self.links[ino][directory.ino, name] = None
                 elif not inode.is_dir:
                     inode.parent = directory.ino  # that of its newest name may be gone
                 if inode.parent == directory.ino:
@@ -261,12 +262,12 @@ class Namespace:
             raise ValueError(f"inode {record.parent} has a name in it and is no directory")
         child = self.inodes.get(record.ino)
         place = record.parent, record.name
-        self.links.get(parent.entries.get(record.name, 0), set()).discard(place)
+        self.links.get(parent.entries.get(record.name, 0), {}).pop(place, None)
         if child is not None and not child.is_dir:
             if record.ino not in self.links and self._leads(child):
-                self.links[record.ino] = {(child.parent, child.name)}
+                self.links[record.ino] = {(child.parent, child.name): None}
             if record.ino in self.links:
-                self.links[record.ino].add(place)
+                self.links[record.ino][place] = None
         parent.entries[record.name] = record.ino
         if child is not None:
             child.name = record.name
@@ -279,7 +280,7 @@ class Namespace:
         if parent.entries is None or (record.name not in parent.entries and not self.lenient):
             raise ValueError(f"inode {record.parent} has no name {record.name!r} to remove")
         ino = parent.entries.pop(record.name, 0)
-        self.links.get(ino, set()).discard((record.parent, record.name))
+        self.links.get(ino, {}).pop((record.parent, record.name), None)
 
     def _set_xattr(self, record: layout.XattrRecord) -> None:
         inode = self._known(record.ino)

@@ -63,7 +63,9 @@ class Removal(Core):
         moved = dict.fromkeys((parent for parent, _ in names), 0)  # directory → directories in it
         for parent, name in names:
             inode = self.namespace.child(parent, name)
-            generation, before, after = self._belonging(inode, lost=names)
+            generation, left = inode.generation, list[layout.Record]()
+            if inode.is_file and inode.nlink > 1:
+                generation, left = self._left_with(inode, names)
             place = b"%d" % inode.ino
             while place in taken:  # another name of the same file
                 place += b"+"
@@ -72,11 +74,10 @@ class Removal(Core):
             described = self.namespace.describe(inode)
             home = self._home(inode, names, limbo.ino)
             records += [
-                *before,
                 layout.UnlinkRecord(parent, name),
                 layout.LinkRecord(limbo.ino, place, inode.ino),
                 described._replace(generation=generation, parent=home, ctime_ns=now),
-                *after,
+                *left,
             ]
         for parent, count in moved.items():
             records.append(self._touched(self.namespace.get(parent), now, links=-count))
@@ -142,35 +143,39 @@ class Removal(Core):
         record = self.namespace.describe(directory)
         return record._replace(mtime_ns=now_ns, ctime_ns=now_ns, nlink=record.nlink + links)
 
-    def _belonging(
-        self,
-        inode: Inode,
-        *,
-        lost: Collection[tuple[int, bytes]] = (),
-        new: tuple[int, bytes] | None = None,
-    ) -> tuple[int, list[layout.Record], list[layout.Record]]:
-        """A file with several names gets a new one, or has lost one: its generations are those of
-        its names. Return the one that its bytes go with, and records that must be logged before,
-        and after, that is its. Of what has one name nothing changes."""
-        if not inode.is_file or self.retention.owns(inode) or (new is None and inode.nlink == 1):
-            return inode.generation, [], []
-        names = [name for name in self.retention.visible(inode) if name not in lost]
-        names += [new] if new is not None else []
-        before: list[layout.Record] = []
+    def _linked(self, inode: Inode, name: tuple[int, bytes]) -> tuple[int, list[layout.Record]]:
+        """A file gets one more name. Return the generation that its bytes go with from now on, and
+        the records that make the name's."""
+        if not inode.is_file or self.retention.owns(inode):
+            return inode.generation, []
+        generation, born = self.retention.assign(*name, again=False)
+        generations = self.retention.generations_of(inode) | {generation} - {0}
+        self.belongs(inode, generations)
+        return self.retention.latest(generations, born), born
+
+    def _left_with(
+        self, inode: Inode, lost: Collection[tuple[int, bytes]]
+    ) -> tuple[int, list[layout.Record]]:
+        """A file with several names loses some. Return the generation that its bytes go with from
+        now on, and the records of those that it leaves."""
+        before = self.retention.generations_of(inode)
+        if not before or self.retention.owns(inode):
+            return inode.generation, []
         generations: set[int] = set()
-        for name in names:
-            generation, born = self.retention.assign(*name, again=False)
-            generations.add(generation)
-            before += born
-        generations.discard(0)
-        after = self.belongs(inode, generations)
-        return self.retention.latest(generations, before), before, after
+        for place in self.retention.visible(inode):
+            if generations == before:
+                break
+            if place not in lost:
+                generations.add(self.retention.known(*place))
+        generations &= before
+        return self.retention.latest(generations, []), self.belongs(inode, generations)
 
     def _home(self, inode: Inode, lost: Collection[tuple[int, bytes]], otherwise: int) -> int:
-        """Return the directory of a name that is left to an inode, the one it is known by if that
-        is one."""
-        left = [place[0] for place in self.retention.visible(inode) if place not in lost]
-        return inode.parent if inode.parent in left else next(iter(left), otherwise)
+        """Return the directory of a name that an inode keeps, the one it is known by if it can."""
+        if inode.is_file and inode.nlink > 1 and (inode.parent, inode.name) not in lost:
+            return inode.parent
+        left = (place[0] for place in self.retention.visible(inode) if place not in lost)
+        return next(left, otherwise)
 
     def _unlinked(self, inode: Inode, now_ns: int, lost: tuple[int, bytes]) -> list[layout.Record]:
         """Return the records for a name less; the last one takes the bytes along, unless the
@@ -181,9 +186,9 @@ class Removal(Core):
         record = self.namespace.describe(inode)._replace(nlink=left, ctime_ns=now_ns)
         records: list[layout.Record] = [record]
         if left:
-            generation, before, after = self._belonging(inode, lost=[lost])
+            generation, ended = self._left_with(inode, [lost])
             home = self._home(inode, [lost], inode.parent)
-            records = [*before, record._replace(generation=generation, parent=home), *after]
+            records = [record._replace(generation=generation, parent=home), *ended]
         if left == 0 and not inode.in_use:
             self.committer.forget(inode)
             records.append(layout.FreeRecord(inode.ino))

@@ -7,7 +7,7 @@ Nothing here touches bytes; a mistake costs placement, not data.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from retainzfs import layout, lifetimes, streams
 from retainzfs.config import Configured
@@ -190,10 +190,11 @@ class Retention(Reaping):
 
         return max(generations, key=retire, default=0)
 
-    def visible(self, inode: Inode) -> list[tuple[int, bytes]]:
-        """Return the names of a file that somebody can find."""
-        names = self.namespace.names(inode)
-        return [n for n in names if not self.namespace.removed(self.namespace.get(n[0]))]
+    def visible(self, inode: Inode) -> Iterator[tuple[int, bytes]]:
+        """Yield the names of a file that somebody can find."""
+        for place in self.namespace.links.get(inode.ino) or self.namespace.names(inode):
+            if not self.namespace.removed(self.namespace.get(place[0])):
+                yield place
 
     def left(self, generation: int, ino: int) -> list[layout.Record]:
         """An inode is no longer in a generation; the last one takes it along."""

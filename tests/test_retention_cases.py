@@ -859,6 +859,8 @@ def by_names(volume: Volume) -> Belonging:
             if not volume.inode(ino).is_file:
                 continue
             generation = volume.retention.known(directory_.ino, name)
+            named = volume.retention.context(directory_.ino, name).match is not None
+            assert bool(generation) == named, f"{name!r} in {directory_.ino} is in no generation"
             if generation:
                 members.setdefault(generation, set()).add(ino)
             if volume.inode(ino).nlink > 1:
