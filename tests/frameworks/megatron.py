@@ -78,44 +78,36 @@ class Arguments(Namespace):
             raise AttributeError(name)
 
 
-class Optimizer:
-    """AdamW as Megatron's own optimizers show it, which want a GPU."""
+class Optimizer(torch.optim.AdamW):
+    """What save_checkpoint asks of Megatron's own optimizers, which want a GPU."""
 
     is_stub_optimizer = False
-
-    def __init__(self, model: Model) -> None:
-        self.model = model
-        self.inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        self.zero_grad, self.step = self.inner.zero_grad, self.inner.step
-        self.state_dict = self.inner.state_dict
 
     def sharded_state_dict(
         self, model: dict[str, Any], is_loading: bool = False, metadata: object = None
     ) -> dict[str, Any]:
+        parameters = self.param_groups[0]["params"]
         if is_loading:
-            self.fill()
-        state = self.state_dict()
-        count = next(iter(state["state"].values()))["step"]
-        parameters = sharding.get_param_id_to_sharded_param_map(model, self.model.parameters())
-        sharding.optim_state_to_sharding_state(state, parameters, exclude_keys="step")
+            self.fill(parameters)
+        state: dict[str, Any] = self.state_dict()
+        count = state["state"][0]["step"]
+        sharded = sharding.get_param_id_to_sharded_param_map(model, parameters)
+        sharding.optim_state_to_sharding_state(state, sharded, exclude_keys="step")
         state["state"]["common_step"] = count
         return state
+
+    def fill(self, parameters: list[Tensor]) -> None:
+        """Make the states that the loader fills in."""
+        for one in parameters:
+            empty = {"exp_avg": torch.zeros_like(one), "exp_avg_sq": torch.zeros_like(one)}
+            self.state[one] = {"step": torch.zeros(()), **empty}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The distributed format holds the count of steps once."""
         count = state["state"].pop("common_step", None)
         for one in state["state"].values() if count is not None else ():
             one["step"] = count.clone()
-        self.inner.load_state_dict(state)
-
-    def fill(self) -> None:
-        """Make the states that the loader fills in."""
-        for parameter in self.model.parameters():
-            self.inner.state[parameter] = {
-                "step": torch.zeros(()),
-                "exp_avg": torch.zeros_like(parameter),
-                "exp_avg_sq": torch.zeros_like(parameter),
-            }
+        super().load_state_dict(state)
 
 
 class Program:
@@ -148,7 +140,7 @@ class Program:
             )
         )
         self.model = Model()
-        self.optimizer = Optimizer(self.model)
+        self.optimizer = Optimizer(self.model.parameters(), lr=1e-3)
         self.done = 0
 
     def run(self) -> Outcome:

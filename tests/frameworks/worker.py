@@ -18,9 +18,9 @@ from tests.frameworks.job import Job, Timeline
 
 def main(name: str, act: str, clock: str, *directories: str) -> None:
     framework = FRAMEWORKS[name]
-    program = importlib.import_module(f"tests.frameworks.{framework.module}")
     told = sys.stdout
     sys.stdout = sys.stderr  # frameworks print
+    program = importlib.import_module(f"tests.frameworks.{framework.module}")
     timeline = Timeline(Path(clock))
     for directory in directories:
         path = Path(directory.removesuffix("+"))
