@@ -1,4 +1,4 @@
-"""Hugging Face accelerate with automatic naming and `total_limit`, which deletes before it saves."""
+"""Accelerate with automatic naming and `total_limit`, which deletes before it saves."""
 
 from __future__ import annotations
 

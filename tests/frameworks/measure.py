@@ -59,8 +59,8 @@ def measure(live: Live, framework: Framework) -> Measurement:
     status = json.loads(_said("status", live.path, "--json"))
     shown = _said("generations", declared)
     resumed = work(framework, "resume", clock, f"{declared}+", learned)
-    both = [Run(*run, *ends) for run, *ends in zip(runs, trained, resumed, strict=True)]
-    return Measurement(framework, *both, status, shown)
+    first, second = (Run(*run, *ends) for run, *ends in zip(runs, trained, resumed, strict=True))
+    return Measurement(framework, first, second, status, shown)
 
 
 def work(framework: Framework, act: str, clock: Path, *directories: Path | str) -> list[Row]:

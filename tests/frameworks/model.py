@@ -5,11 +5,21 @@ from __future__ import annotations
 import hashlib
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.frameworks.job import Outcome
 
 WIDTH = 256
+
+
+def join() -> bool:
+    """Be the only process of a group; return whether that is new."""
+    if dist.is_initialized():
+        return False
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    return True
 
 
 def new() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -32,7 +42,7 @@ def loss_of(model: nn.Module, inputs: Tensor) -> Tensor:
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> float:
     optimizer.zero_grad()
     loss = loss_of(model, batch(number))
-    loss.backward()
+    loss.backward()  # type: ignore[no-untyped-call]
     optimizer.step()
     return loss.item()
 

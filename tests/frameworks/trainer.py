@@ -78,9 +78,7 @@ def run(job: Job, again: bool) -> Outcome:
         disable_tqdm=True,
         seed=0,
     )
-    trainer = Losses(
-        model=Model(), args=settings, train_dataset=Data(), callbacks=[Follow(job)]
-    )
+    trainer = Losses(model=Model(), args=settings, train_dataset=Data(), callbacks=[Follow(job)])
     trainer.train(resume_from_checkpoint=again)
     return models.outcome(trainer.newest, trainer.model)
 
