@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from retainzfs import errors, generations, layout, lifetimes
 from retainzfs.lifetimes import Act, ScrubOrder
 from retainzfs.namespace import FSError, Inode
-from retainzfs.retention import State
+from retainzfs.streams import State
 
 if TYPE_CHECKING:
     from retainzfs.volume import Volume
@@ -20,6 +20,7 @@ log = logging.getLogger(__name__)
 XATTR_CREATE = 1
 XATTR_REPLACE = 2
 NAME_MAX = 255
+HIDDEN = b"retainz."  # attributes that the filesystem keeps for itself
 
 
 def get(volume: Volume, inode: Inode, name: bytes) -> bytes:
@@ -30,7 +31,7 @@ def get(volume: Volume, inode: Inode, name: bytes) -> bytes:
         )
         if computed is not None:
             return computed
-    value = (inode.xattrs or {}).get(name)
+    value = None if name.startswith(HIDDEN) else (inode.xattrs or {}).get(name)
     if value is None:
         # No path in the message: the kernel asks for security.capability at every chown.
         raise FSError(errno.ENODATA, name.decode(errors="replace"))
@@ -43,6 +44,8 @@ def _computed(volume: Volume, inode: Inode, name: str) -> bytes | None:
     match name:
         case "generations":
             return json.dumps(generations.table(retention, inode.ino)).encode()
+        case "history":
+            return json.dumps(generations.history(retention, inode.ino)).encode()
         case "explain":
             return json.dumps(generations.explain(retention, inode)).encode()
         case "hint":
@@ -59,7 +62,7 @@ def _computed(volume: Volume, inode: Inode, name: str) -> bytes | None:
         case "generation" if record is not None:
             return str(record.number).encode()
         case "state" if record is not None:
-            return State(record.state).name.lower().encode()
+            return State(record.state).shown.encode()
         case "stream" if record is not None:
             return volume.path(record.stream).encode(errors="surrogateescape")
     return None
@@ -76,7 +79,7 @@ async def set_(volume: Volume, inode: Inode, name: bytes, value: bytes, flags: i
         raise FSError(errno.EEXIST, volume.path(inode.ino))
     if flags & XATTR_REPLACE and not present:
         raise FSError(errno.ENODATA, volume.path(inode.ino))
-    if name.startswith(b"system.posix_acl_"):
+    if name.startswith((b"system.posix_acl_", HIDDEN)):
         raise FSError(errno.ENOTSUP, volume.path(inode.ino))
     if lifetimes.is_ours(name):
         try:
@@ -98,7 +101,7 @@ async def set_(volume: Volume, inode: Inode, name: bytes, value: bytes, flags: i
 
 
 async def remove(volume: Volume, inode: Inode, name: bytes) -> None:
-    if name not in (inode.xattrs or {}):
+    if name not in (inode.xattrs or {}) or name.startswith(HIDDEN):
         raise FSError(errno.ENODATA, volume.path(inode.ino))
     _change(volume, inode, layout.XattrRemovedRecord(inode.ino, name))
     if lifetimes.is_ours(name):
@@ -114,11 +117,11 @@ def _change(volume: Volume, inode: Inode, record: layout.Record) -> None:
 def _check_retire(volume: Volume, inode: Inode, retire: object) -> None:
     assert isinstance(retire, float), "a retirement is parsed as an epoch"
     record = volume.namespace.generations.get(inode.generation)
-    stream = volume.retention.streams.get(record.stream if record else inode.ino)
-    policy = volume.retention.policy_of(inode)
-    cadence = policy.cadence_s
-    if cadence is None and stream is not None:
-        cadence = lifetimes.learned_cadence(stream.intervals)
+    cadence = volume.retention.policy_of(inode).cadence_s
+    if cadence is None:
+        streams = volume.retention.streams.get(record.stream if record else inode.ino, [])
+        known = [stream.history.cadence_s for stream in streams]
+        cadence = max(filter(None, known), default=None)
     lifetimes.check_retire(retire, volume.now_s(), cadence)
 
 

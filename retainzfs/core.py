@@ -19,9 +19,10 @@ from retainzfs.layout import BLOCK
 from retainzfs.namespace import Inode, Namespace, Run
 from retainzfs.reader import Reader
 from retainzfs.reclaim import Reclaim
-from retainzfs.retention import Retention, State
+from retainzfs.retention import Retention
 from retainzfs.scrub import Scrub
 from retainzfs.stream import POOL, Stream
+from retainzfs.streams import State
 from retainzfs.trouble import Trouble
 from retainzfs.zones import ZoneTable
 

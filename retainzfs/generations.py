@@ -3,40 +3,72 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 from retainzfs import layout, lifetimes
+from retainzfs.contexts import Context
 from retainzfs.lifetimes import FileClass, Layout
 from retainzfs.namespace import Inode
-from retainzfs.retention import Context, Retention, State, Stream
+from retainzfs.retention import Retention
+from retainzfs.streams import State, Stream
+
+
+def _rows(retention: Retention, ino: int) -> Iterator[Stream]:
+    """Yield the streams at and below a directory."""
+    namespace = retention.namespace
+    for stream in sorted(retention.all_streams(), key=lambda s: s.ino):
+        inode = namespace.inodes.get(stream.ino)
+        if inode is not None and namespace.below(inode, ino):
+            yield stream
 
 
 def table(retention: Retention, ino: int) -> list[dict[str, Any]]:
     """Return the rows of `generations --json` for the streams at and below a directory."""
     rows: list[dict[str, Any]] = []
-    namespace = retention.namespace
-    for stream in sorted(retention.streams.values(), key=lambda s: s.ino):
-        inode = namespace.inodes.get(stream.ino)
-        if inode is None or not namespace.below(inode, ino):
-            continue
-        retired = _retired(retention, stream, inode)
+    for stream in _rows(retention, ino):
+        retired = _retired(retention, stream)
         for _, generation in sorted(stream.numbers.items()):
-            record = namespace.generations[generation]
+            record = retention.namespace.generations[generation]
             rows.append(_row(retention, record, generation in retired))
     return rows
 
 
-def _retired(retention: Retention, stream: Stream, inode: Inode) -> set[int]:
+def history(retention: Retention, ino: int) -> list[dict[str, Any]]:
+    """Return the generations that were deleted, of the streams at and below a directory: what was
+    foretold when their first bytes were placed, and what happened."""
+    return [
+        {
+            "stream": retention.namespace.path(stream.ino),
+            "number": ended.number,
+            "birth_epoch": ended.birth,
+            "predicted_epoch": _finite(ended.predicted),
+            "anchor": math.isinf(ended.predicted),
+            "origin": ended.origin,
+            "deleted_epoch": ended.deleted,
+            "saves": _finite(ended.saves),
+            "saves_predicted": _finite(ended.saves_predicted),
+            "reaped": ended.reaped,
+        }
+        for stream in _rows(retention, ino)
+        for ended in stream.history.ended
+    ]
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _retired(retention: Retention, stream: Stream) -> set[int]:
     """Return the complete generations that policy keeps no longer.
 
     Under keep_last that are those with K newer commits; the epochs are predictions. Only a
     retirement that was stated as an epoch is one.
     """
-    records = [retention.namespace.generations[g] for g in stream.numbers.values()]
-    complete = sorted((r for r in records if r.state == State.COMPLETE), key=lambda r: -r.order)
-    keep = retention.policy_of(inode).keep_last
-    late = [r for r in complete if r.retire <= retention.now_s()]
-    beyond = complete[keep:] if keep is not None else []
+    counted = retention.counted(stream)
+    keep = retention.policy_of(retention.namespace.get(stream.ino)).keep_last
+    late = [r for r in counted if r.retire <= retention.now_s()]
+    beyond = counted[keep:] if keep is not None else []
     stated = [r for r in late if r.origin.startswith(b"retire=")]
     return {r.generation for r in (*beyond, *stated) if math.isfinite(r.retire)}
 
@@ -54,13 +86,14 @@ def _row(
     return {
         "number": record.number,
         "path": path,
-        "state": (State.RETIRED if retired else State(record.state)).name.lower(),
+        "state": (State.RETIRED if retired else State(record.state)).shown,
         "size": sum(i.size for i in inodes),
         "birth_epoch": record.birth,
-        "retire_epoch": record.retire if math.isfinite(record.retire) else None,
+        "retire_epoch": _finite(record.retire),
         "anchor": math.isinf(record.retire),
         "origin": record.origin.decode(errors="replace"),
         "reason": retention.reasons.get(record.generation),
+        "presumed": record.state == State.PRESUMED,
         "zones": sorted(zones),
         "published": None,
     }
@@ -80,9 +113,9 @@ def explain(retention: Retention, inode: Inode) -> dict[str, Any]:
     }
     record = namespace.generations.get(inode.generation)
     if record is None and context.match is not None:
-        stream = retention.streams.get(context.stream)
-        known = stream.numbers.get(context.match.number) if stream is not None else None
-        record = namespace.generations.get(known or 0)
+        parent = inode.parent if name else retention.namespace.get(inode.ino).parent
+        own_name = namespace.components(inode.ino)[-1]
+        record = namespace.generations.get(retention.known(parent, own_name))
     finite = record is not None and math.isfinite(record.retire)
     return {
         "path": namespace.path(inode.ino),
@@ -91,7 +124,7 @@ def explain(retention: Retention, inode: Inode) -> dict[str, Any]:
         "layout": None if context.match is None else Layout(context.match.layout).value,
         "stream": None if context.match is None else namespace.path(context.stream),
         "generation": None if record is None else record.number,
-        "state": None if record is None else State(record.state).name.lower(),
+        "state": None if record is None else State(record.state).shown,
         "birth_epoch": None if record is None else record.birth,
         "retire_epoch": record.retire if record is not None and finite else None,
         "anchor": record is not None and math.isinf(record.retire),

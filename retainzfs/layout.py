@@ -42,7 +42,8 @@ FILE_SIZE_MAX = 1 << 60  # bytes; block numbers stay far from 64 bits
 COUNT_MAX = 1 << 47  # inodes, generations, batches, mounts: 64 bits
 RESETS_MAX = 1 << 31  # of a zone: 32 bits
 CLOCK_MAX_S = float(1 << 53)  # from here on a float does not count seconds
-GENERATION_STATES = range(-1, 4)  # as `retention.State` names them
+GENERATION_STATES = range(-1, 5)  # as `streams.State` names them
+ORIGIN_MAX = 255  # bytes of the reason for a retirement
 FILE_TYPES = frozenset(
     {
         stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK, stat.S_IFIFO, stat.S_IFSOCK, stat.S_IFCHR,

@@ -13,7 +13,7 @@ from retainzfs.core import GROWTH, RESERVE, Core
 from retainzfs.errors import RetainzError
 from retainzfs.lifetimes import FileClass
 from retainzfs.namespace import FSError, Inode
-from retainzfs.retention import State
+from retainzfs.streams import State
 
 RENAME_NOREPLACE = 1
 RENAME_EXCHANGE = 2
@@ -52,6 +52,7 @@ class Names(Core):
         records: list[layout.Record] = []
         if stat.S_ISREG(mode):
             generation, records = self.retention.assign(parent, name)
+        begins = generation not in self.namespace.generations
         records += [
             layout.InodeRecord(
                 ino, mode, uid, gid, 2 if is_dir else 1, rdev, now, now, now, generation, parent
@@ -65,6 +66,10 @@ class Names(Core):
         inode = self.namespace.get(ino)
         inode.judged = -1  # nobody has closed it yet
         self.retention.joined(inode)
+        if not generation:
+            self.retention.sighted(parent, name)
+        elif begins:
+            self._begun(generation)
         return inode
 
     async def link(self, ino: int, parent: int, name: bytes) -> Inode:
@@ -93,6 +98,7 @@ class Names(Core):
         if inode.is_dir:
             raise FSError(errno.EISDIR, self.namespace.path(inode.ino))
         now = self.options.wall_ns()
+        self.committer.log_each(self.retention.vanished(parent, name))
         self.committer.log(
             *self.retention.unmarked(parent, name),
             layout.UnlinkRecord(parent, name),
@@ -108,6 +114,7 @@ class Names(Core):
         if inode.entries:
             raise FSError(errno.ENOTEMPTY, self.namespace.path(inode.ino))
         now = self.options.wall_ns()
+        self.committer.log_each(self.retention.vanished(parent, name))
         self.committer.log(
             layout.UnlinkRecord(parent, name),
             self._touched(self.namespace.get(parent), now, links=-1),
@@ -369,10 +376,13 @@ class Names(Core):
             generation, records = self.retention.assign(parent, name, again=False)
             if generation == inode.generation:
                 continue
+            begins = generation not in self.namespace.generations
             left = self.left(inode)
             described = self.namespace.describe(inode)._replace(generation=generation)
             self.committer.log(*records, described, *left)
             self.retention.joined(inode)
+            if generation and begins:
+                self._begun(generation)
         now = self.retention.context(*new).match
         if now is None or now.temporary:
             return
@@ -385,17 +395,27 @@ class Names(Core):
         found = ((inode, parent, name), *self._below(inode))
         return (one for one in found if one[0].is_file)
 
-    def completed(self, generation: int) -> None:
+    def _begun(self, generation: int) -> None:
+        """A save has begun, and may end those before it."""
+        self.committer.log_each(self.retention.deserted(generation))
+        self.presume(generation)
+
+    def presume(self, generation: int) -> None:
+        """Take for complete what a mount without markers may."""
+        for older in list(self.retention.presumable(generation)):
+            self.completed(older, State.PRESUMED)
+
+    def completed(self, generation: int, state: State = State.COMPLETE) -> None:
         """Evidence says that a generation is complete. If its files do not speak against that, it
         counts; the next round makes that durable, no sooner than the bytes of its files: a crash
         must not leave a torn one that counts."""
-        records = self.retention.complete(generation)
+        records = self.retention.complete(generation, state)
         if records:
             for ino in self.retention.members.get(generation, set()) & self.committer.dirty.keys():
                 self.committer.order(self.namespace.get(ino))
             self.committer.log_each(records)
         record = self.namespace.generations.get(generation)
-        if records and record is not None and record.state == State.COMPLETE:
+        if records and record is not None and record.state == state:
             self.committer.log_each(self.retention.overtaken(generation))
             self.lanes.close(generation)
             if self.retention.reapable(generation):
@@ -421,6 +441,7 @@ class Names(Core):
     def _retired(self, generation: int, due: frozenset[int]) -> Iterator[tuple[int, bytes]]:
         for retired in self.retention.reapable(generation):
             if retired in due:
+                self.retention.reaping.add(retired)
                 yield from self.retention.names_of(retired)
 
     async def reaped(self, parent: int, name: bytes) -> None:

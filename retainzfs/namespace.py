@@ -22,7 +22,7 @@ import stat
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
-from retainzfs import layout
+from retainzfs import layout, lifetimes
 from retainzfs.errors import FSError, RetainzError
 from retainzfs.inodes import Extent, Inode, Run, Spans
 from retainzfs.layout import BLOCK
@@ -217,14 +217,14 @@ class Namespace:
         if inode is not None:
             inode.xattrs = inode.xattrs or {}
             inode.xattrs[record.name] = record.value
-            self.version += 1
+            self.version += lifetimes.is_ours(record.name)
 
     def _remove_xattr(self, record: layout.XattrRemovedRecord) -> None:
         inode = self._known(record.ino)
         if inode is not None and inode.xattrs is not None:
             inode.xattrs.pop(record.name, None)
             inode.xattrs = inode.xattrs or None
-            self.version += 1
+            self.version += lifetimes.is_ours(record.name)
 
     def _set_zone(self, record: layout.ZoneRecord) -> None:
         self.zone_epochs[record.zone] = max(record.epoch, self.zone_epochs.get(record.zone, 0))

@@ -6,7 +6,6 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from retainzfs.lifetimes import FileClass
-from retainzfs.retention import State as Completion
 from retainzfs.trouble import STATES
 from retainzfs.zones import LOST, Kind, State, Zone
 
@@ -74,16 +73,15 @@ def _classes(volume: Volume) -> dict[str, dict[str, int]]:
 
 def _streams(volume: Volume) -> list[dict[str, Any]]:
     rows = []
-    for stream in volume.retention.streams.values():
+    for stream in volume.retention.all_streams():
         if stream.ino not in volume.namespace.inodes or not stream.numbers:
             continue
-        records = [volume.namespace.generations[g] for g in stream.numbers.values()]
-        complete = [r for r in records if r.state == Completion.COMPLETE]
-        newest = max(complete, key=lambda r: r.order, default=None)
+        complete = volume.retention.counted(stream)
+        newest = complete[0] if complete else None
         rows.append(
             {
                 "path": volume.path(stream.ino),
-                "generations": len(records),
+                "generations": len(stream.numbers),
                 "complete": len(complete),
                 "newest_committed": None if newest is None else newest.number,
                 "newest_published": None,

@@ -298,6 +298,8 @@ class Volume(Names):
             self.committer.log_each(self.retention.incomplete(inode.generation, inode.doubt))
         elif completes or inode.generation in self.retention.claimed:
             self.completed(inode.generation)
+        else:
+            self.presume(inode.generation)
 
     async def _examine(self, inode: Inode, name: bytes) -> lifetimes.Finding:
         """Return what a file's own format says about it being whole."""
@@ -402,7 +404,8 @@ class Volume(Names):
         return attributes.get(self, self.namespace.get(ino), name)
 
     def listxattr(self, ino: int) -> list[bytes]:
-        return list(self.namespace.get(ino).xattrs or {})
+        names = self.namespace.get(ino).xattrs or {}
+        return [name for name in names if not name.startswith(attributes.HIDDEN)]
 
     async def setxattr(self, ino: int, name: bytes, value: bytes, flags: int = 0) -> None:
         """Set an extended attribute; ours are checked and acted on (BadAttribute, NotYet)."""

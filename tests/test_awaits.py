@@ -116,7 +116,8 @@ async def test_reaping_spares_what_took_a_name_meanwhile() -> None:
                 await volume.write(made.ino, 0, b"new" * 3000)
 
         volume.reaped = told  # type: ignore[method-assign]
-        await put(volume, run, b"step-2.bin", b"two" * 3000)
+        for name in (b"step-2.bin", b"model-2.bin"):
+            await put(volume, run, name, b"two" * 3000)
         with trio.fail_after(5):
             while not reaped:
                 await volume.syncfs()

@@ -564,7 +564,7 @@ async def test_full_metadata_zones_take_deletions_and_go_on(
                     await volume.fsync(ino)
             await volume.rename(ROOT, names[0], ROOT, b"r")
             names[0] = b"r"
-            await volume.setxattr(ROOT, b"user.retainz.keep_last", b"2")
+            await volume.setxattr(ROOT, b"user.retainz.cadence", b"2s")
             await volume.syncfs()
         await check_clean(device)
         async with mounted(device) as volume:

@@ -25,12 +25,12 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
         "_zio failpoints mounts",
         "layout lifetimes",
         "device",
-        "zones inodes replay",
-        "namespace placement journal",
-        "trouble mending backup",
+        "zones inodes replay history sightings",
+        "namespace placement journal streams",
+        "trouble mending backup contexts",
         "lanes extents consistency",
         "reader scrub",
-        "stream",
+        "stream forecast",
         "retention committer",
         "generations",
         "reclaim recovery",
@@ -54,6 +54,7 @@ RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 # waits nor touches a descriptor.
 FUSE_ROOMS = {"fs", "control", "session"}
 PURE = {"errors", "layout", "lifetimes", "zones", "placement", "inodes", "namespace", "consistency"}
+PURE |= {"history", "sightings", "streams", "contexts", "forecast"}
 IMPURE = {"trio", "pyfuse3", "subprocess", "socket", "threading", "asyncio"}
 
 

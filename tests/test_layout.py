@@ -71,7 +71,7 @@ FAR = layout.COUNT_MAX + 1
         layout.ZoneRecord(5, layout.RESETS_MAX + 1),
         GENERATION._replace(generation=0),
         GENERATION._replace(order=FAR),
-        GENERATION._replace(state=4),
+        GENERATION._replace(state=5),
         GENERATION._replace(state=-2),
         GENERATION._replace(birth=math.nan),
         GENERATION._replace(retire=-math.inf),

@@ -9,11 +9,13 @@ from hypothesis import strategies as st
 from retainzfs.errors import BadAttribute, NotYet
 from retainzfs.lifetimes import (
     ATTRIBUTES,
+    NOTHING,
     NUMBER_MAX,
     PREFIX,
     Access,
     Act,
     FileClass,
+    Learned,
     Policy,
     check_retire,
     format_size,
@@ -268,10 +270,10 @@ def test_retirement_at_a_training_step_is_refused() -> None:
 
 
 def test_latest_k_is_birth_plus_k_cadences() -> None:
-    hint = retirement(100.0, 10.0, Policy(keep_last=3), 7)
+    hint = retirement(100.0, Learned(10.0), Policy(keep_last=3), 7)
     assert hint == (130.0, "keep_last=3, learned cadence 10 s")
     declared = Policy(keep_last=3, cadence_s=20.0, birth=0.0)
-    assert retirement(100.0, 10.0, declared, 7).retire == 60.0
+    assert retirement(100.0, Learned(10.0), declared, 7).retire == 60.0
 
 
 @pytest.mark.parametrize(
@@ -293,11 +295,11 @@ def test_latest_k_is_birth_plus_k_cadences() -> None:
 def test_what_goes_first(
     chain: list[dict[bytes, bytes]], number: int | None, retire: float | None
 ) -> None:
-    assert retirement(0.0, 10.0, resolve(chain), number).retire == retire
+    assert retirement(0.0, Learned(10.0), resolve(chain), number).retire == retire
 
 
 def test_without_cadence_nothing_is_known_yet() -> None:
-    hint = retirement(0.0, None, Policy(keep_last=3), 1)
+    hint = retirement(0.0, NOTHING, Policy(keep_last=3), 1)
     assert hint.retire is None
     assert "not known yet" in hint.origin
 
@@ -309,7 +311,7 @@ def test_without_cadence_nothing_is_known_yet() -> None:
     st.integers(0, NUMBER_MAX),
 )
 def test_finite_hints_stay_finite(birth: float, cadence: float, keep: int, number: int) -> None:
-    retire, _ = retirement(birth, cadence, Policy(keep_last=keep), number)
+    retire, _ = retirement(birth, Learned(cadence), Policy(keep_last=keep), number)
     assert retire is not None
     assert math.isfinite(retire)
     assert retire >= birth

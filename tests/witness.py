@@ -26,7 +26,7 @@ from retainzfs import errors, lifetimes
 from retainzfs.device.faults import FaultDevice
 from retainzfs.layout import BLOCK
 from retainzfs.namespace import ROOT, Inode
-from retainzfs.retention import State
+from retainzfs.streams import State
 from retainzfs.volume import Options, Volume
 
 COMMIT = b"user.retainz.commit"
@@ -302,7 +302,9 @@ async def found(volume: Volume) -> Nodes:
         if ino in nodes:
             continue
         inode = volume.inode(ino)
-        node = nodes[ino] = Node(inode.mode, xattrs=dict(inode.xattrs or {}))
+        stored = inode.xattrs or {}
+        xattrs = {name: stored[name] for name in volume.listxattr(ino)}
+        node = nodes[ino] = Node(inode.mode, xattrs=xattrs)
         if inode.is_dir:
             node.entries = dict(volume.entries(ino))
             todo += node.entries.values()

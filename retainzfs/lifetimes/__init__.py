@@ -29,7 +29,14 @@ from retainzfs.lifetimes.completeness import (
     Verdict,
     examination,
 )
-from retainzfs.lifetimes.layouts import Match, recognise, without_temporary
+from retainzfs.lifetimes.layouts import (
+    Match,
+    number_in,
+    recognise,
+    series_of,
+    usual_series,
+    without_temporary,
+)
 from retainzfs.lifetimes.markers import (
     Layout,
     is_marker,
@@ -39,11 +46,12 @@ from retainzfs.lifetimes.markers import (
     tracked,
     unfinished_marker,
 )
-from retainzfs.lifetimes.prediction import Hint, learned_cadence, retirement
+from retainzfs.lifetimes.prediction import NOTHING, Hint, Learned, learned_cadence, retirement
 from retainzfs.lifetimes.units import format_size, parse_duration, parse_size
 
 __all__ = [
     "ATTRIBUTES",
+    "NOTHING",
     "NUMBER_MAX",
     "PREFIX",
     "Access",
@@ -55,6 +63,7 @@ __all__ = [
     "Finding",
     "Hint",
     "Layout",
+    "Learned",
     "Match",
     "Policy",
     "ScrubOrder",
@@ -69,6 +78,7 @@ __all__ = [
     "learned_cadence",
     "marker",
     "markers_of",
+    "number_in",
     "parse",
     "parse_durability",
     "parse_duration",
@@ -76,8 +86,10 @@ __all__ = [
     "recognise",
     "resolve",
     "retirement",
+    "series_of",
     "settable",
     "tracked",
     "unfinished_marker",
+    "usual_series",
     "without_temporary",
 ]

@@ -185,6 +185,7 @@ ATTRIBUTES: Mapping[str, Attribute] = {
                 "stream",
                 "generation",
                 "generations",
+                "history",
                 "hint",
                 "explain",
                 "zones",

@@ -2,14 +2,16 @@
 
 Nothing here is needed for correctness: a name that merely looks like a generation costs placement
 quality, never data. Two names are left alone on purpose: a directory called by a bare number or by
-any word and a number (`7`, `run_3`) is more often an experiment than a checkpoint; of Orbax, which
-calls its steps so, the temporary name is recognised and `Match.final` tells what it becomes.
+any word and a number (`7`, `run_3`) is more often an experiment than a checkpoint. They count where
+somebody knows better: `recognise` asks its caller about each name with a number that no layout has.
+Of Orbax, which calls its steps so, the temporary name is recognised everywhere, and `Match.final`
+tells what it becomes.
 """
 
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from retainzfs.lifetimes.attributes import NUMBER_MAX
 from retainzfs.lifetimes.markers import EXTENSION, Layout, is_tracker
@@ -36,6 +38,14 @@ class Match:
     stem: bytes
     final: bytes
 
+    @property
+    def series(self) -> bytes:
+        """What is the same in all names of one job: the stem without shard and rank."""
+        if self.layout is Layout.ORBAX:
+            return self.stem + BARE  # as its final names are known by
+        shard = _SHARD.get(self.layout)
+        return self.stem if shard is None else shard.sub(b"", self.stem)
+
 
 class _Named(NamedTuple):
     layout: Layout
@@ -61,6 +71,12 @@ _COMPOSER = re.compile(rb"ep[0-9]+-ba([0-9]+)((?:-rank[0-9]+)?(?:\.pt)?)")
 _TENSORFLOW = re.compile(rb"(.+-)([0-9]+)(\.index|\.meta|\.data-[0-9]+-of-[0-9]+)", re.DOTALL)
 _TENSORFLOW_TEMPORARY = re.compile(rb"(?:.*\.)?(?:ckpt|model)-[0-9]+", re.DOTALL)
 _ORBAX = re.compile(rb"((?:.*_)?)([0-9]+)", re.DOTALL)
+
+# What tells the files of one generation apart, at the end of their stems.
+_SHARD = {
+    Layout.TENSORFLOW: re.compile(rb"(?:\.index|\.meta|\.data-[0-9]+-of-[0-9]+)\Z"),
+    Layout.COMPOSER: re.compile(rb"(?:-rank[0-9]+)?(?:\.pt)?\Z"),
+}
 
 # Lightning and NeMo: metric=value pairs. The number is a step before an epoch, and no decimal.
 _STEP = re.compile(rb"(?:^|[-_])(?:step|iteration|iter)=([0-9]+)(?![0-9.])")
@@ -194,12 +210,64 @@ def _read(name: bytes, parent: bytes) -> tuple[_Named, bytes, bool] | None:
     return (named, final, temporary) if named is not None else None
 
 
-def recognise(components: Sequence[bytes]) -> Match | None:
+_NUMBER = re.compile(rb"(.*?)([0-9]+)([^0-9]*)\Z", re.DOTALL)
+
+BARE = b"#"
+"""The series of names that are nothing but a number."""
+
+Knows: TypeAlias = Callable[[int, bytes], bool]
+"""Whether names of a series are generations in the directory that holds component `depth`."""
+
+
+def series_of(name: bytes) -> bytes | None:
+    """A name with its last number taken out, for names that no layout has; None without a number.
+
+    Trackers and temporary names have none either.
+    """
+    match = _NUMBER.fullmatch(name)
+    if match is None or _number(match[2]) is None:
+        return None
+    if without_temporary(name)[1] or is_tracker(name):
+        return None
+    return match[1] + BARE + match[3]
+
+
+def number_in(name: bytes) -> int:
+    """The last number in a name that has a series."""
+    match = _NUMBER.fullmatch(name)
+    assert match is not None, "a name with a series has a number"
+    return int(match[2])
+
+
+def usual_series(series: bytes) -> bool:
+    """Whether names of a series may be generations where somebody says that some names are: bare
+    numbers, and files of the usual kinds that do not count shards, ranks or data."""
+    if series == BARE:
+        return True
+    stem = series.partition(BARE)[0]
+    return EXTENSION.search(series) is not None and not _NO_GENERATION.fullmatch(stem)
+
+
+def _known(components: Sequence[bytes], knows: Knows) -> Match | None:
+    for depth, name in enumerate(components):
+        final, temporary = without_temporary(name)
+        series = series_of(final)
+        if series is None or not knows(depth, series):
+            continue
+        # What follows the number of a file is most often its extension.
+        is_directory = b"." not in series.rpartition(BARE)[2] or depth + 1 < len(components)
+        layout = Layout.NUMBERED if is_directory else Layout.PLAIN
+        number = number_in(final)
+        return Match(depth, layout, number, temporary, is_directory, series, final)
+    return None
+
+
+def recognise(components: Sequence[bytes], knows: Knows | None = None) -> Match | None:
     """The outermost of the path's components that names a generation; None if none does.
 
     `components` are the names below the mount's root, the last one that of the file or directory
     itself. Trackers, logs and backups are never generations, but they belong to one when they lie
-    inside it. A number over 63 bits is no number.
+    inside it. A number over 63 bits is no number. Where no name is usual, `knows` is asked.
     """
     parent = b""
     for depth, name in enumerate(components):
@@ -212,4 +280,4 @@ def recognise(components: Sequence[bytes]) -> Match | None:
         if number is not None:
             is_directory = named.is_directory or depth + 1 < len(components)
             return Match(depth, named.layout, number, temporary, is_directory, named.stem, final)
-    return None
+    return None if knows is None else _known(components, knows)

@@ -1,0 +1,180 @@
+"""When generations retire: what policy says, corrected by what their streams have taught."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from statistics import median
+
+from retainzfs import layout, lifetimes
+from retainzfs.contexts import Contexts
+from retainzfs.lanes import Hint
+from retainzfs.namespace import ROOT, Inode, Namespace
+from retainzfs.streams import State, Stream
+from retainzfs.zones import Kind
+
+CADENCE_GUESS_S = 60.0  # of the very first stream, until its second save
+E_PER_CADENCE = 4.0  # placement's constants are in quarters of a cadence
+
+
+class Forecast(Contexts):
+    def __init__(self, namespace: Namespace, now_s: Callable[[], float]) -> None:
+        super().__init__(namespace)
+        self.now_s = now_s
+        self.streams: dict[int, list[Stream]] = {}  # of a directory
+        self.members: dict[int, set[int]] = {}  # generation → inodes
+        self.announced: dict[int, dict[int, int]] = {}  # generation → inode → promised size
+        self._unit: float | None = None
+        self._of: dict[int, Stream] = {}  # generation → its stream
+
+    def stream_of(self, generation: int) -> Stream:
+        return self._of[generation]
+
+    def all_streams(self) -> Iterator[Stream]:
+        for streams in self.streams.values():
+            yield from streams
+
+    def records(self, stream: Stream) -> list[layout.GenerationRecord]:
+        """Return the generations of a stream; one that is just being born has no record yet."""
+        known = self.namespace.generations
+        return [known[g] for g in stream.numbers.values() if g in known]
+
+    def cadence_of(self, stream: Stream) -> float | None:
+        """Return the seconds between saves, declared or learned."""
+        inode = self.namespace.inodes.get(stream.ino)
+        declared = self.policy_of(inode).cadence_s if inode is not None else None
+        return declared or stream.history.cadence_s
+
+    def counted(self, stream: Stream) -> list[layout.GenerationRecord]:
+        """Return the generations that count as complete, the last completed first."""
+        weak = () if stream.marked else (State.PRESUMED,)
+        states = (State.COMPLETE, State.RETIRED, *weak)
+        counted = [record for record in self.records(stream) if record.state in states]
+        return sorted(counted, key=lambda record: -record.order)
+
+    def learned(self, stream: Stream, policy: lifetimes.Policy) -> lifetimes.Learned:
+        history = stream.history
+        last = max((e.birth for e in history.ended if not e.reaped), default=-math.inf)
+        older = [r.number for r in self.counted(stream) if r.birth < last]
+        life = history.life(policy.keep_last)
+        return lifetimes.Learned(history.cadence_s, life, history.every(older))
+
+    def retirement(
+        self, birth: float, number: int, policy: lifetimes.Policy, learned: lifetimes.Learned
+    ) -> tuple[float, bytes]:
+        """Return the retirement epoch (nan: none) and why, as records hold it."""
+        retire, origin = lifetimes.retirement(birth, learned, policy, number)
+        if retire is None and policy.keep_last is not None:
+            # The first save of a stream: rank it with the latest known retirement.
+            finite = [g.retire for g in self.namespace.generations.values()]
+            guess = birth + policy.keep_last * CADENCE_GUESS_S
+            retire = max([guess, *filter(math.isfinite, finite)])
+            origin += "; ranked with the latest known retirement"
+        text = origin.encode()[: layout.ORIGIN_MAX]
+        return (math.nan if retire is None else retire), text
+
+    def refreshed(
+        self, stream: Stream, newest: layout.GenerationRecord | None = None
+    ) -> Iterator[layout.GenerationRecord]:
+        """Yield the records of a stream's generations whose retirement is another one by now."""
+        if stream.ino not in self.namespace.inodes:
+            return
+        known: dict[int | None, lifetimes.Learned] = {}
+        for record in self.records(stream):
+            if newest is not None and record.generation == newest.generation:
+                record = newest  # noqa: PLW2901  as it will be
+            policy = self._policy_for(record)
+            if policy.keep_last not in known:
+                known[policy.keep_last] = self.learned(stream, policy)
+            learned = known[policy.keep_last]
+            retire, origin = self.retirement(record.birth, record.number, policy, learned)
+            if not _same(retire, record.retire) or origin != record.origin:
+                yield record._replace(retire=retire, origin=origin)
+
+    def refresh(self, inode: Inode) -> list[layout.Record]:
+        """A policy changed at an inode: retirements of the streams at, below and around follow."""
+        record = self.namespace.generations.get(inode.generation)
+        around = {record.stream} if record is not None else set()
+        if inode.is_dir:
+            around.add(self._of_directory(inode.ino).stream)
+        records: list[layout.Record] = []
+        for stream in self.all_streams():
+            top = self.namespace.inodes.get(stream.ino)
+            if top is None:
+                continue
+            if stream.ino in around or self.namespace.below(top, inode.ino):
+                records += self.refreshed(stream)
+        return records
+
+    def _policy_for(self, record: layout.GenerationRecord) -> lifetimes.Policy:
+        """Return the policy of a generation: an anchor or a retirement that is stated at one of
+        its files goes before what its stream says."""
+        policies = [self.policy_of(inode) for inode in self.tops(record)]
+        policies.append(self.policy_of(self.namespace.get(record.stream)))
+        stated = [p for p in policies if p.anchor] or [p for p in policies if p.retire is not None]
+        return (stated or policies)[0]
+
+    # What placement asks
+
+    def retire_of(self, generation: int) -> float:
+        """Return the retirement epoch of a generation; inf for an anchor and for what has none."""
+        record = self.namespace.generations.get(generation)
+        if record is None or math.isnan(record.retire):
+            return math.inf
+        return record.retire
+
+    def hint_of(self, generation: int) -> Hint:
+        """Return what is known when bytes of a generation are about to be placed."""
+        record = self.namespace.generations.get(generation)
+        stream = self._of.get(generation)
+        if record is None or stream is None:
+            return Hint(Kind.UNHINTED, math.inf, 0)
+        stream.predicted.setdefault(generation, record.retire)
+        if math.isnan(record.retire):
+            return Hint(Kind.UNHINTED, math.inf, 0)
+        inode = self.namespace.inodes.get(record.stream)
+        stated = self.policy_of(inode).size if inode is not None else None
+        announced = sum(self.announced.get(generation, {}).values())
+        size = stated or max(announced, stream.size)
+        kind = Kind.ANCHOR if math.isinf(record.retire) else Kind.FINITE
+        return Hint(kind, record.retire, size)
+
+    def announce(self, inode: Inode, size: int) -> None:
+        """A file grew to its size before its bytes came (ftruncate)."""
+        if inode.generation:
+            self.announced.setdefault(inode.generation, {})[inode.ino] = size
+
+    def unit_s(self) -> float:
+        """Return placement's unit E in seconds: a quarter of the streams' median cadence."""
+        if self._unit is None:
+            cadences = [self.cadence_of(s) for s in self.all_streams() if s.numbers]
+            known = [c for c in cadences if c]
+            self._unit = (median(known) if known else CADENCE_GUESS_S) / E_PER_CADENCE
+        return self._unit
+
+    # What a generation consists of
+
+    def tops(self, record: layout.GenerationRecord) -> list[Inode]:
+        """Return what a generation consists of directly below its stream: a directory, or files."""
+        tops: dict[int, Inode] = {}
+        for ino in sorted(self.members.get(record.generation, ())):
+            inode = self.namespace.inodes.get(ino)
+            while inode is not None and inode.parent != record.stream and inode.ino != ROOT:
+                if record.stream == inode.ino:
+                    break
+                inode = self.namespace.inodes.get(inode.parent)
+            if inode is not None and inode.ino != ROOT:
+                tops[inode.ino] = inode
+        return list(tops.values())
+
+    def names_of(self, generation: int) -> list[tuple[int, bytes]]:
+        """Return (directory, name) of everything that a generation consists of."""
+        record = self.namespace.generations[generation]
+        numbers = {inode.ino for inode in self.tops(record)}
+        stream = self.namespace.inodes.get(record.stream)
+        entries = (stream.entries if stream is not None else None) or {}
+        return [(record.stream, name) for name, ino in entries.items() if ino in numbers]
+
+
+def _same(a: float, b: float) -> bool:
+    return a == b or (math.isnan(a) and math.isnan(b))

@@ -1,0 +1,112 @@
+"""A stream: the generations of one job in one directory, and what they have taught (pure)."""
+
+from __future__ import annotations
+
+import enum
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from retainzfs import history
+from retainzfs.history import History
+
+STORED = b"retainz.streams"
+"""The attribute of a directory that keeps what its streams have taught. No user reads or sets it:
+it is in none of the namespaces of xattr(7)."""
+
+PREDICTED_STORED = 64  # generations whose first hint outlives the mount
+
+MISSED_MOST = 3
+"""Saves in a row without a file that the ones before had: then it is no part of a save any more."""
+
+
+class State(enum.IntEnum):
+    DELETED = -1  # the record that ends a generation
+    WRITING = 0
+    COMPLETE = 1
+    INCOMPLETE = 2
+    RETIRED = 3  # policy keeps it no longer, and it is still there
+    PRESUMED = 4  # complete as far as this mount can see: enough for its space, and nothing else
+
+    @property
+    def shown(self) -> str:
+        """As people are told."""
+        return "complete" if self is State.PRESUMED else self.name.lower()
+
+
+@dataclass(slots=True)
+class Stream:
+    ino: int  # of the directory; of a file that is a generation by itself
+    series: set[bytes] = field(default_factory=set)  # of the names that belong to it
+    numbers: dict[int, int] = field(default_factory=dict)  # number → generation
+    history: History = field(default_factory=History)
+    size: int = 0  # of the newest complete generation
+    stems: dict[bytes, int] = field(default_factory=dict)  # of single files → the last size
+    companions: set[bytes] = field(default_factory=set)  # stems of the newest complete generation
+    missed: dict[bytes, int] = field(default_factory=dict)  # stem → saves in a row without it
+    marked: bool = False  # there was strong evidence of completeness, so weaker counts for nothing
+    predicted: dict[int, float] = field(default_factory=dict)  # generation → hint of the first byte
+
+    @property
+    def newest(self) -> int | None:
+        """The number of the generation that was born last."""
+        return max(self.numbers, key=self.numbers.__getitem__, default=None)
+
+    def missing(self, stems: set[bytes]) -> set[bytes]:
+        """Return the files that the generation before had and this one has not."""
+        return {stem for stem in self.companions - stems if self.missed.get(stem, 0) < MISSED_MOST}
+
+    def encode(self) -> dict[str, Any]:
+        """Return what outlives the mount, for `json`."""
+        predicted = list(self.predicted.items())[-PREDICTED_STORED:]
+        return {
+            "series": sorted(map(_text, self.series)),
+            "size": self.size,
+            "stems": {_text(stem): size for stem, size in self.stems.items()},
+            "companions": sorted(map(_text, self.companions)),
+            "missed": {_text(stem): count for stem, count in self.missed.items()},
+            "marked": self.marked,
+            "predicted": {str(g): history.stored(epoch) for g, epoch in predicted},
+            **self.history.encode(),
+        }
+
+    @classmethod
+    def decode(cls, ino: int, told: Any) -> Stream:
+        """Raises ValueError for what `encode` did not write."""
+        taught = History.decode(told)
+        try:
+            return cls(
+                ino,
+                {_name(text) for text in told["series"]},
+                history=taught,
+                size=int(told["size"]),
+                stems={_name(text): int(size) for text, size in told["stems"].items()},
+                companions={_name(text) for text in told["companions"]},
+                missed={_name(text): int(count) for text, count in told["missed"].items()},
+                marked=bool(told["marked"]),
+                predicted={int(g): history.told(epoch) for g, epoch in told["predicted"].items()},
+            )
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"no stream: {error}") from error
+
+
+def dumps(streams: list[Stream]) -> bytes:
+    """Return the streams of a directory as they are stored."""
+    return json.dumps([s.encode() for s in streams], separators=(",", ":")).encode()
+
+
+def loads(ino: int, stored: bytes) -> list[Stream]:
+    """Return the streams of a directory. What cannot be read taught nothing: it costs placement
+    quality, and refusing the mount would cost the data."""
+    try:
+        return [Stream.decode(ino, told) for told in json.loads(stored)]
+    except (ValueError, TypeError, RecursionError):
+        return []
+
+
+def _text(name: bytes) -> str:
+    return name.decode("latin-1")
+
+
+def _name(text: str) -> bytes:
+    return text.encode("latin-1")
