@@ -50,11 +50,13 @@ def table(title: str, rows: list[Row]) -> None:
     print(f"\n{title}")
     print(COLUMNS.format("GENERATION", "PREDICTED", "DELETED", "SAVES"))
     for row in rows:
-        known = row["predicted_epoch"] is not None
-        predicted = f"{row['predicted_epoch']:.1f}" if known else "-"
-        late = f"{error(row):+.2f}" if known else "-"
+        predicted, late = "-", "-"
+        if row["predicted_epoch"] is not None:
+            predicted, late = f"{row['predicted_epoch']:.1f}", f"{error(row):+.2f}"
         print(COLUMNS.format(row["number"], predicted, f"{row['deleted_epoch']:.1f}", late))
-    print(f"{len(rows)} deleted, {share(rows):.0%} within one save of the prediction\n")
+    known = [row for row in rows if row["predicted_epoch"] is not None]
+    within = f"{share(known):.0%} of them within one save" if known else "-"
+    print(f"{len(rows)} deleted, {len(known)} predicted, {within}\n")
 
 
 if __name__ == "__main__":

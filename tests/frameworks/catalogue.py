@@ -24,17 +24,19 @@ class Framework:
     """What has to be importable."""
     variant: str = ""
     attributes: Mapping[str, str] = field(default_factory=lambda: {"keep_last": str(KEEP)})
-    stream: str = ""
-    """Where the generations lie, below the directory of the run."""
-    first: int = STEPS
-    step: int = STEPS
+    numbers: range = range(STEPS, STEPS * SAVES + 1, STEPS)
+    """Of all generations that are saved."""
+    lag: int = 0
+    """How many generations more it keeps than it was told."""
     marks: bool = True
     """Whether something shows that a save is complete, without help from the program."""
 
     @property
-    def numbers(self) -> range:
-        """The numbers of all generations that are saved."""
-        return range(self.first, self.first + SAVES * self.step, self.step)
+    def kept(self) -> list[int]:
+        """The numbers of the generations that are there in the end."""
+        newest = self.numbers[-int(self.attributes["keep_last"]) - self.lag :]
+        every = int(self.attributes.get("keep_every", 0))
+        return [n for n in self.numbers if n in newest or (every and n % every == 0)]
 
     def missing(self) -> str:
         """Return which packages are not installed, empty when all are."""
@@ -52,7 +54,6 @@ FRAMEWORKS = {
             "TorchTitan, keep_latest_k=3",
             "torchtitan",
             ("torchtitan", "tyro", "spmd_types"),
-            stream="checkpoint",
         ),
         Framework(
             "torchtitan-async",
@@ -60,7 +61,7 @@ FRAMEWORKS = {
             "torchtitan",
             ("torchtitan", "tyro", "spmd_types"),
             variant="async",
-            stream="checkpoint",
+            lag=1,
         ),
         Framework(
             "megatron",
@@ -88,9 +89,7 @@ FRAMEWORKS = {
             "accelerate, total_limit=3",
             "accelerate",
             ("accelerate",),
-            stream="checkpoints",
-            first=0,
-            step=1,
+            numbers=range(SAVES),
             marks=False,
         ),
         Framework(

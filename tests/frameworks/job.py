@@ -5,8 +5,6 @@ from __future__ import annotations
 import mmap
 import os
 import random
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,12 +72,3 @@ class Outcome:
 
     loss: str
     parameters: str  # SHA-256
-
-
-def wait_until(condition: Callable[[], object], what: str) -> None:
-    """For what a thread of the framework does, which in training has a minute for it."""
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        if time.monotonic() > deadline:
-            raise TimeoutError(what)
-        time.sleep(0.001)

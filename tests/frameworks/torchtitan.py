@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import logging
+import threading
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp_state
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.planner import SavePlan
 from torchtitan.components.checkpointer import dcp
 
 from tests.frameworks import model as models
 from tests.frameworks.catalogue import STEPS
-from tests.frameworks.job import Job, Outcome
+from tests.frameworks.job import PATIENCE_S, Job, Outcome
 
 _FLAT = dcp_state.StateDictOptions(flatten_optimizer_state_dict=True)
 
@@ -64,6 +67,7 @@ class Program:
             keep_latest_k=job.keep,
             async_mode=job.variant or "disabled",
         )
+        self.listed = threading.Event()
         self.rmtree = dcp.filesystem.rmtree
         with patch.object(dcp.filesystem, "rmtree", self.remove):
             self.manager = dcp.CheckpointManager(
@@ -90,14 +94,31 @@ class Program:
             self.progress.step = step
             self.job.before(step)
             loss = models.step(self.model, self.optimizer, step)
-            self.manager.save(step)
+            self.save(step)
             self.settle()
         self.manager.close()
         return models.outcome(loss, self.model)
 
+    def save(self, step: int) -> None:
+        """Save. When that is asynchronous, a thread makes the new directory while the manager looks
+        for what to delete; here the manager is always first, as with a large model."""
+        if not self.job.variant:
+            self.manager.save(step)
+            return
+        prepare = FileSystemWriter.prepare_local_plan
+
+        def prepare_late(writer: FileSystemWriter, plan: SavePlan) -> SavePlan:
+            assert self.listed.wait(PATIENCE_S)
+            return prepare(writer, plan)
+
+        self.listed.clear()
+        with patch.object(FileSystemWriter, "prepare_local_plan", prepare_late):
+            self.manager.save(step)
+            self.listed.set()
+            self.manager.maybe_wait_for_saving()
+
     def settle(self) -> None:
-        """Saving and deleting in threads end while the training goes on."""
-        self.manager.maybe_wait_for_saving()
+        """Deleting in a thread ends while the training goes on."""
         self.manager.purge_queue.join()
 
 
