@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -33,7 +33,7 @@ def save(rank: int, rendezvous: str, directory: Path) -> None:
     mesh = init_device_mesh("cpu", (RANKS,))
     for step in range(1, SAVES + 1):
         state = {"weight": distribute_tensor(whole(step), mesh, [Shard(0)])}
-        dcp.save(state, storage_writer=FileSystemWriter(directory / f"step-{step}"))
+        state_dict_saver.save(state, storage_writer=FileSystemWriter(directory / f"step-{step}"))
     dist.destroy_process_group()
 
 
@@ -41,7 +41,7 @@ def load(directory: Path) -> None:
     """Fails unless the directory holds all of its step."""
     step = int(directory.name.removeprefix("step-"))
     state: dict[str, Any] = {"weight": torch.zeros_like(whole(step))}
-    dcp.load(state, storage_reader=FileSystemReader(directory), no_dist=True)
+    state_dict_loader.load(state, storage_reader=FileSystemReader(directory), no_dist=True)
     assert torch.equal(state["weight"], whole(step))
 
 
