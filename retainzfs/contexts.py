@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 
 from retainzfs import lifetimes
+from retainzfs.config import Configured, StreamTable
 from retainzfs.lifetimes import FileClass
 from retainzfs.namespace import ROOT, Inode, Namespace
 from retainzfs.zones import Kind
@@ -28,11 +29,13 @@ class Context:
     match: lifetimes.Match | None
     stream: int  # inode of the stream's directory, 0 without a match
     names: tuple[bytes, ...]  # of the directories from the root
+    configured: tuple[StreamTable, ...] = ()  # what the mount's configuration says, nearest first
 
 
 class Contexts:
-    def __init__(self, namespace: Namespace) -> None:
+    def __init__(self, namespace: Namespace, configured: Configured | None = None) -> None:
         self.namespace = namespace
+        self.configured = configured or Configured()
         self.series: dict[int, set[bytes]] = {}  # directory → series that are known to be streams
         self._contexts: dict[int, tuple[int, Context]] = {}
 
@@ -45,7 +48,7 @@ class Contexts:
         if match is None:
             return base
         stream = self._stream_of(base.chain, match)
-        return Context(base.policy, base.chain, match, stream, base.names)
+        return replace(base, match=match, stream=stream)
 
     def _of_directory(self, ino: int) -> Context:
         if ino not in self.namespace.inodes:
@@ -55,30 +58,38 @@ class Contexts:
         if cached is not None and cached[0] == version:
             return cached[1]
         chain = tuple(self._ancestors(ino))
-        policy = lifetimes.resolve([self.namespace.get(i).xattrs or {} for i in chain])
         components = self.namespace.components(ino)
+        configured = self.configured.of(components)
+        policy = lifetimes.resolve(self._attributes(chain, configured))
         match = self._recognise(chain, components) if components else None
         if match is not None and not match.is_directory and match.depth == len(components) - 1:
             match = None  # a directory with the name of a file
         stream = self._stream_of(chain, match) if match is not None else 0
-        context = Context(policy, chain, match, stream, tuple(components))
+        context = Context(policy, chain, match, stream, tuple(components), configured)
         self._contexts[ino] = (version, context)
         return context
+
+    def _attributes(
+        self, chain: tuple[int, ...], configured: tuple[StreamTable, ...]
+    ) -> list[Mapping[bytes, bytes]]:
+        stored = [self.namespace.get(i).xattrs or {} for i in chain]
+        return [*stored, *(table.attributes for table in configured)]
 
     def _recognise(self, chain: tuple[int, ...], components: list[bytes]) -> lifetimes.Match | None:
         directories = chain[::-1]  # root first; each holds the component of its index
 
         def knows(depth: int, series: bytes) -> bool:
             ino = directories[min(depth, len(directories) - 1)]
-            return series in self.series.get(ino, ()) or (
-                self.declared(ino) and lifetimes.usual_series(series)
-            )
+            if series in self.series.get(ino, ()):
+                return True
+            return lifetimes.usual_series(series) and self._declared(ino, components[:depth])
 
         return lifetimes.recognise(components, knows)
 
-    def declared(self, ino: int) -> bool:
+    def _declared(self, ino: int, names: list[bytes]) -> bool:
         """Whether somebody says of this very directory that it holds generations."""
-        return KEEP_LAST in (self.namespace.get(ino).xattrs or {})
+        stated = KEEP_LAST in (self.namespace.get(ino).xattrs or {})
+        return stated or self.configured.declares(names)
 
     def know(self, ino: int, series: bytes) -> None:
         """Names of a series in a directory are generations from now on."""
@@ -105,8 +116,7 @@ class Contexts:
         base = self._of_directory(inode.ino if inode.is_dir else inode.parent)
         if inode.is_dir or not inode.xattrs:
             return base.policy
-        chain = [inode.xattrs, *(self.namespace.get(i).xattrs or {} for i in base.chain)]
-        return lifetimes.resolve(chain)
+        return lifetimes.resolve([inode.xattrs, *self._attributes(base.chain, base.configured)])
 
     def kind_of(self, inode: Inode) -> Kind:
         """Return the kind of zone for an inode's bytes when it is in no generation."""

@@ -11,7 +11,7 @@ import errno
 import json
 import os
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import pyfuse3
 
@@ -28,11 +28,10 @@ def owns(number: int) -> bool:
 
 
 class Control:
-    """`settings` are the mount options in effect, for config.toml."""
+    """`settings` is the content of config.toml: what is in effect."""
 
-    def __init__(self, volume: Volume, settings: Mapping[str, str | int | float | bool]) -> None:
+    def __init__(self, volume: Volume, settings: str) -> None:
         self._volume = volume
-        self._settings = settings
         self._files: dict[bytes, Callable[[], str]] = {
             b"stats.json": self._statistics,
             b"zones.json": lambda: _json(volume.zone_map()),
@@ -40,7 +39,7 @@ class Control:
             b"generations.json": lambda: _json(volume.generations(ROOT)),
             b"scrub.json": lambda: _json(volume.scrub.report()),
             b"metrics": lambda: observe.metrics(volume),
-            b"config.toml": self._config,
+            b"config.toml": lambda: settings,
         }
         self._names = list(self._files)
         self._open: dict[int, bytes] = {}
@@ -90,15 +89,6 @@ class Control:
     def _statistics(self) -> str:
         return _json({"pid": os.getpid(), **self._volume.statistics()})
 
-    def _config(self) -> str:
-        lines = [f"{key} = {_toml(value)}" for key, value in self._settings.items()]
-        return "\n".join(lines) + "\n"
-
 
 def _json(value: object) -> str:
     return json.dumps(value, indent=1) + "\n"
-
-
-def _toml(value: str | float | bool) -> str:
-    # A TOML basic string is written as a JSON string is; so are its numbers and booleans.
-    return json.dumps(value)

@@ -13,6 +13,7 @@ import trio
 
 from retainzfs import errors, layout, lifetimes, placement, recovery
 from retainzfs.committer import DATA_INTERVAL_S, Committer
+from retainzfs.config import Configured, StreamTable
 from retainzfs.device import Device
 from retainzfs.lanes import Lane, Lanes
 from retainzfs.layout import BLOCK
@@ -39,6 +40,7 @@ class Options:
     commit: lifetimes.Durability = "fsync"
     policy: str = "retainz"
     pool: int = POOL  # bytes of staging memory
+    streams: tuple[StreamTable, ...] = ()  # of the configuration
     wall_ns: Callable[[], int] = time.time_ns
     monotonic_s: Callable[[], float] = time.monotonic
 
@@ -97,7 +99,7 @@ class Core:
         self.rolled_back = recovered.rolled_back
         self.nursery = nursery
         self._clock_base_s = recovered.clock_s - options.monotonic_s()
-        self.retention = Retention(self.namespace, self.now_s)
+        self.retention = Retention(self.namespace, self.now_s, Configured(options.streams))
         self.retention.restore()
         self.table = recovery.rebuild_table(device, self.namespace, self.retention)
         self.trouble = Trouble(device, self.table, self.namespace, nursery, self.now_s)
@@ -169,10 +171,12 @@ class Core:
             for ino in recovered.orphans:
                 volume.discard(volume.namespace.get(ino))
             for record in list(volume.namespace.generations.values()):
-                if record.state == State.WRITING:
+                closed = recovered.clean and volume.retention.closed(record.generation)
+                if record.state == State.WRITING and not closed:
                     ended = "the mount ended while it was being written"
                     records = volume.retention.incomplete(record.generation, ended)
                     volume.committer.log_each(records)
+            volume.committer.log_each(volume.retention.reconfigured())
             if not recovered.clean:
                 await volume._begin_anew()
             nursery.start_soon(volume._serve)

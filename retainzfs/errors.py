@@ -39,6 +39,10 @@ class UsageError(RetainzError):
     exit_code = 2
 
 
+class BadConfig(UsageError):
+    """{}: {}"""
+
+
 class TargetMissing(RetainzError):
     """{}: no such target. Give --create --size S to make an image there, or name a device."""
 

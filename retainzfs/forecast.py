@@ -6,7 +6,8 @@ import math
 from collections.abc import Callable, Iterator
 from statistics import median
 
-from retainzfs import layout, lifetimes
+from retainzfs import layout, lifetimes, streams
+from retainzfs.config import Configured
 from retainzfs.contexts import Contexts
 from retainzfs.lanes import Hint
 from retainzfs.namespace import ROOT, Inode, Namespace
@@ -18,8 +19,13 @@ E_PER_CADENCE = 4.0  # placement's constants are in quarters of a cadence
 
 
 class Forecast(Contexts):
-    def __init__(self, namespace: Namespace, now_s: Callable[[], float]) -> None:
-        super().__init__(namespace)
+    def __init__(
+        self,
+        namespace: Namespace,
+        now_s: Callable[[], float],
+        configured: Configured | None = None,
+    ) -> None:
+        super().__init__(namespace, configured)
         self.now_s = now_s
         self.streams: dict[int, list[Stream]] = {}  # of a directory
         self.members: dict[int, set[int]] = {}  # generation → inodes
@@ -27,12 +33,9 @@ class Forecast(Contexts):
         self._unit: float | None = None
         self._of: dict[int, Stream] = {}  # generation → its stream
 
-    def stream_of(self, generation: int) -> Stream:
-        return self._of[generation]
-
     def all_streams(self) -> Iterator[Stream]:
-        for streams in self.streams.values():
-            yield from streams
+        for here in self.streams.values():
+            yield from here
 
     def records(self, stream: Stream) -> list[layout.GenerationRecord]:
         """Return the generations of a stream; one that is just being born has no record yet."""
@@ -91,6 +94,11 @@ class Forecast(Contexts):
             if not _same(retire, record.retire) or origin != record.origin:
                 yield record._replace(retire=retire, origin=origin)
 
+    def reconfigured(self) -> Iterator[layout.Record]:
+        """The volume is mounted: the configuration may be another than the last time."""
+        for stream in self.all_streams():
+            yield from self.refreshed(stream)
+
     def refresh(self, inode: Inode) -> list[layout.Record]:
         """A policy changed at an inode: retirements of the streams at, below and around follow."""
         record = self.namespace.generations.get(inode.generation)
@@ -114,6 +122,16 @@ class Forecast(Contexts):
         stated = [p for p in policies if p.anchor] or [p for p in policies if p.retire is not None]
         return (stated or policies)[0]
 
+    def remembered(self, stream: Stream) -> list[layout.Record]:
+        """Return the record that keeps what a directory's streams have taught."""
+        inode = self.namespace.inodes.get(stream.ino)
+        if inode is None or not inode.is_dir or not inode.nlink:
+            return []
+        stored = streams.dumps(self.streams[stream.ino])
+        if len(stored) > layout.XATTR_VALUE_MAX // 16:
+            return []  # of a directory with very many jobs
+        return [layout.XattrRecord(stream.ino, streams.STORED, stored)]
+
     # What placement asks
 
     def retire_of(self, generation: int) -> float:
@@ -129,7 +147,8 @@ class Forecast(Contexts):
         stream = self._of.get(generation)
         if record is None or stream is None:
             return Hint(Kind.UNHINTED, math.inf, 0)
-        stream.predicted.setdefault(generation, record.retire)
+        if generation not in stream.predicted:
+            stream.predicted[generation] = record.retire, record.origin.decode(errors="replace")
         if math.isnan(record.retire):
             return Hint(Kind.UNHINTED, math.inf, 0)
         inode = self.namespace.inodes.get(record.stream)
@@ -166,6 +185,10 @@ class Forecast(Contexts):
             if inode is not None and inode.ino != ROOT:
                 tops[inode.ino] = inode
         return list(tops.values())
+
+    def match_of(self, directory: int, top: Inode) -> lifetimes.Match | None:
+        name = self.namespace.components(top.ino)[-1]
+        return self.context(directory, name).match
 
     def names_of(self, generation: int) -> list[tuple[int, bytes]]:
         """Return (directory, name) of everything that a generation consists of."""

@@ -107,8 +107,13 @@ def explain(retention: Retention, inode: Inode) -> dict[str, Any]:
     policy = retention.policy_of(inode)
     own = not inode.is_dir and bool(inode.xattrs)
     chain = (inode.ino, *context.chain) if own else context.chain
+    sources = [{"from": namespace.path(ino)} for ino in chain]
+    sources += [
+        {"from": f"config stream {table.path!r}", "glob": table.path}
+        for table in context.configured
+    ]
     fields = {
-        field: {"value": _plain(getattr(policy, field)), "from": namespace.path(chain[index])}
+        field: {"value": _plain(getattr(policy, field)), **sources[index]}
         for field, index in policy.origins.items()
     }
     record = namespace.generations.get(inode.generation)

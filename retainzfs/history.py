@@ -124,11 +124,11 @@ class History:
         return step if step > 1 and all(number % step for number in rest) else None
 
     def encode(self) -> dict[str, Any]:
-        """Return what outlives the mount, for `json`; epochs to the millisecond."""
+        """Return what outlives the mount, for `json`."""
         ended = self.ended[-ENDED_STORED:]
         return {
-            "births": [[round(epoch, 3), generation] for epoch, generation in self.births],
-            "lives": [[round(saves, 2), keep] for saves, keep in self.lives],
+            "births": [[epoch, generation] for epoch, generation in self.births],
+            "lives": [[saves, keep] for saves, keep in self.lives],
             "ended": [[stored(value) for value in one] for one in ended],
         }
 

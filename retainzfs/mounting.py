@@ -18,16 +18,16 @@ from typing import NoReturn, TextIO
 
 import trio
 
-from retainzfs import failpoints, lifetimes, mkfs, placement, session
+from retainzfs import config, failpoints, lifetimes, mkfs, session
+from retainzfs.config import Config, MountTable, StreamTable
 from retainzfs.device import is_memory
-from retainzfs.errors import MountError, NotYet, RetainzError, UsageError
+from retainzfs.errors import BadConfig, MountError, NotYet, RetainzError, UsageError
 from retainzfs.mounts import find_mount
 from retainzfs.volume import Options
 
 log = logging.getLogger(__name__)
 
 LOG_NAME_MAX = 120  # characters; at two bytes each the name still fits into 255
-POOL_MIN = 16 << 20  # bytes; four runs of staging, fewer than two writers need
 
 # What the kernel or libfuse does for us.
 _PASSED = frozenset({"suid", "nosuid", "dev", "nodev", "exec", "noexec", "noatime", "nodiratime"})
@@ -38,7 +38,13 @@ _ACCEPTED = frozenset(
         *("_netdev", "nofail", "relatime", "atime", "default_permissions"),
     }
 )
-OWN_OPTIONS = ("allow_other", "commit=close|fsync|SECONDS", "policy=NAME", "pool=SIZE")
+OWN_OPTIONS = (
+    "allow_other",
+    "commit=close|fsync|SECONDS",
+    "config=FILE",
+    "policy=NAME",
+    "pool=SIZE",
+)
 
 # Exit codes of a mount helper (mount(8), section EXIT STATUS).
 HELPER_USAGE = 1
@@ -47,12 +53,13 @@ HELPER_FAILED = 32
 
 @dataclass(frozen=True)
 class MountOptions:
-    """What `-o` says. `pool` in bytes; `kernel` goes to libfuse as it is."""
+    """What `-o` and the configuration say. `pool` in bytes; `kernel` goes to libfuse as it is."""
 
     commit: lifetimes.Durability = "fsync"
     policy: str = "retainz"
     pool: int | None = None
     allow_other: bool = False
+    streams: tuple[StreamTable, ...] = ()
     kernel: frozenset[str] = frozenset()
 
 
@@ -68,19 +75,25 @@ class Mount:
     verbose: bool = False
 
 
-def parse_options(texts: Iterable[str], *, sloppy: bool = False) -> MountOptions:
-    """Read comma-separated mount options, later ones win. `sloppy` passes over unknown ones.
+def parse_options(
+    texts: Iterable[str], *, config_file: str | None = None, sloppy: bool = False
+) -> MountOptions:
+    """Read comma-separated mount options and the configuration file; an option wins over the file,
+    and a later option over an earlier one. `sloppy` passes over unknown options.
 
-    Raises UsageError for an unknown option or a bad value, NotYet for `ro`.
+    Raises UsageError for an unknown option, a bad value or a bad file, NotYet for `ro`.
     """
     values: dict[str, object] = {}
     kernel: list[str] = []
+    named: str | None = None
     for option in (o for text in texts for o in text.split(",") if o):
         name, has_value, value = option.partition("=")
         if option == "ro":
             raise NotYet("mount option ro")
         if option == "allow_other":
             values[name] = True
+        elif name == "config" and value:
+            named = value
         elif name in ("commit", "policy", "pool") and has_value:
             values[name] = _value(name, value)
         elif option in _PASSED:
@@ -88,24 +101,28 @@ def parse_options(texts: Iterable[str], *, sloppy: bool = False) -> MountOptions
         elif not (option in _ACCEPTED or name.startswith("x-") or name == "comment" or sloppy):
             known = ", ".join((*OWN_OPTIONS, *sorted(_PASSED | _ACCEPTED), "x-*"))
             raise UsageError(f"unknown mount option {option!r}; known: {known}")
+    config_file = named if config_file is None else config_file
+    if config_file is not None:
+        read = read_config(config_file)
+        values = {"streams": read.streams, **read.mount.stated(), **values}
     return MountOptions(kernel=frozenset(kernel), **values)  # type: ignore[arg-type]
 
 
 def _value(name: str, text: str) -> object:
     try:
-        if name == "commit":
-            return lifetimes.parse_durability(text)
-        if name == "policy":
-            placement.policy(text)
-            return text
-        pool = lifetimes.parse_size(text)
-    except (ValueError, RetainzError) as error:
+        return config.mount_value(name, text)
+    except (ValueError, UsageError) as error:
         raise UsageError(f"mount option {name}={text}: {error}") from error
-    if pool < POOL_MIN:
-        raise UsageError(
-            f"mount option pool={text}: the least is {lifetimes.format_size(POOL_MIN)}"
-        )
-    return pool
+
+
+def read_config(path: str) -> Config:
+    """Read a configuration file. Raises BadConfig."""
+    try:
+        return config.parse(Path(path).read_bytes().decode(), path)
+    except OSError as error:
+        raise BadConfig(path, f"cannot read the configuration: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise BadConfig(path, f"not UTF-8 text, from byte {error.start} on") from error
 
 
 def check_directory(directory: str) -> None:
@@ -126,6 +143,17 @@ def check_directory(directory: str) -> None:
         raise MountError(directory, str(error.strerror)) from error
 
 
+def _check(mount: Mount) -> None:
+    """Raise MountError if nothing can be mounted there, UsageError for globs of another root."""
+    check_directory(mount.directory)
+    top = os.path.realpath(mount.directory) + "/"
+    for path in (table.path for table in mount.options.streams):
+        if (path + "/").startswith(top):
+            rest = path[len(top) :] or "/"
+            what = f"[[stream]] path {path!r}: paths begin at the mount's root; write {rest!r}"
+            raise UsageError(what)
+
+
 def log_path(target: str) -> Path:
     """Return where the daemon of a target logs: one file a target, in the state directory."""
     path = target if is_memory(target) else os.path.realpath(target)
@@ -138,7 +166,7 @@ def log_path(target: str) -> Path:
 
 def mount_foreground(mount: Mount) -> int:
     """Mount, serve until the end, and return the exit code: 1 when writing had to stop."""
-    check_directory(mount.directory)
+    _check(mount)
     _log_to(sys.stderr, "retainzfs: %(message)s", mount)
     return _serve(mount, lambda: None)
 
@@ -148,7 +176,7 @@ def mount_daemon(mount: Mount) -> None:
 
     Raises what went wrong in the daemon, with its message and exit code.
     """
-    check_directory(mount.directory)
+    _check(mount)
     log_file = _open_log(mount)
     reader, writer = os.pipe()
     sys.stdout.flush()
@@ -216,23 +244,21 @@ def _serve(mount: Mount, ready: Callable[[], None]) -> int:
     """Raises RetainzError; a mistake of this program is logged with its traceback."""
     options, directory = mount.options, os.path.realpath(mount.directory)
     volume_options = Options(
-        commit=options.commit, policy=options.policy, wall_ns=session.kernel_time_ns
+        commit=options.commit,
+        policy=options.policy,
+        streams=options.streams,
+        wall_ns=session.kernel_time_ns,
     )
     if options.pool is not None:
         volume_options = replace(volume_options, pool=options.pool)
+    in_effect = MountTable(options.commit, options.policy, volume_options.pool, options.allow_other)
     setup = session.Setup(
         mount.target,
         directory,
         volume_options,
         _fuse_options(mount),
-        {
-            "target": mount.target,
-            "directory": directory,
-            "commit": options.commit,
-            "policy": options.policy,
-            "pool": volume_options.pool,
-            "allow_other": options.allow_other,
-        },
+        f"# {json.dumps(mount.target)} on {json.dumps(directory)}\n\n"
+        + config.dump(Config(in_effect, options.streams)),
     )
     try:
         if mount.create_size is not None and not os.path.lexists(mount.target):
@@ -312,7 +338,7 @@ def helper(arguments: list[str]) -> int:
             parse_options(given.o, sloppy=given.s),
             verbose=given.v,
         )
-        check_directory(mount.directory)
+        _check(mount)
         if not given.f:
             mount_daemon(mount)
     except RetainzError as error:

@@ -16,7 +16,7 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,14 +46,14 @@ PATIENCE_S = 5.0
 class Setup:
     """What to serve and where.
 
-    `directory` has no symbolic links; `fuse` is for libfuse, `settings` for config.toml.
+    `directory` has no symbolic links; `fuse` is for libfuse, `settings` is config.toml.
     """
 
     target: str
     directory: str
     options: Options
     fuse: frozenset[str]
-    settings: Mapping[str, str | int | float | bool]
+    settings: str
 
 
 def kernel_time_ns() -> int:

@@ -45,7 +45,8 @@ class Stream:
     companions: set[bytes] = field(default_factory=set)  # stems of the newest complete generation
     missed: dict[bytes, int] = field(default_factory=dict)  # stem → saves in a row without it
     marked: bool = False  # there was strong evidence of completeness, so weaker counts for nothing
-    predicted: dict[int, float] = field(default_factory=dict)  # generation → hint of the first byte
+    # Generation → retirement, and why, as they were when its first byte was placed.
+    predicted: dict[int, tuple[float, str]] = field(default_factory=dict)
 
     @property
     def newest(self) -> int | None:
@@ -66,7 +67,7 @@ class Stream:
             "companions": sorted(map(_text, self.companions)),
             "missed": {_text(stem): count for stem, count in self.missed.items()},
             "marked": self.marked,
-            "predicted": {str(g): history.stored(epoch) for g, epoch in predicted},
+            "predicted": {str(g): [history.stored(epoch), why] for g, (epoch, why) in predicted},
             **self.history.encode(),
         }
 
@@ -84,7 +85,10 @@ class Stream:
                 companions={_name(text) for text in told["companions"]},
                 missed={_name(text): int(count) for text, count in told["missed"].items()},
                 marked=bool(told["marked"]),
-                predicted={int(g): history.told(epoch) for g, epoch in told["predicted"].items()},
+                predicted={
+                    int(g): (history.told(epoch), str(why))
+                    for g, (epoch, why) in told["predicted"].items()
+                },
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"no stream: {error}") from error

@@ -27,7 +27,7 @@ CONTEXT: Any = SimpleNamespace(uid=1000, gid=1000, pid=1, umask=0o027)
 async def adapter() -> AsyncIterator[Filesystem]:
     device = await formatted(small_device())
     async with ServedVolume.mounted(device, options()) as volume:
-        yield Filesystem(volume, control.Control(volume, {"commit": "fsync"}), owner=1)
+        yield Filesystem(volume, control.Control(volume, ""), owner=1)
 
 
 async def made(adapter: Filesystem, name: bytes, data: bytes) -> int:

@@ -27,10 +27,11 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
         "device",
         "zones inodes replay history sightings",
         "namespace placement journal streams",
-        "trouble mending backup contexts",
-        "lanes extents consistency",
+        "trouble mending backup config",
+        "lanes extents consistency contexts",
         "reader scrub",
         "stream forecast",
+        "completion",
         "retention committer",
         "generations",
         "reclaim recovery",
@@ -54,7 +55,8 @@ RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 # waits nor touches a descriptor.
 FUSE_ROOMS = {"fs", "control", "session"}
 PURE = {"errors", "layout", "lifetimes", "zones", "placement", "inodes", "namespace", "consistency"}
-PURE |= {"history", "sightings", "streams", "contexts", "forecast"}
+PURE |= {"config", "history", "sightings", "streams", "contexts", "forecast"}
+PURE |= {"completion", "retention"}
 IMPURE = {"trio", "pyfuse3", "subprocess", "socket", "threading", "asyncio"}
 
 

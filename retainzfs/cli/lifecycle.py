@@ -104,6 +104,12 @@ def _add_mount(commands: Commands) -> None:
         help="comma-separated: " + ", ".join(mounting.OWN_OPTIONS) + "; nosuid and the like",
     )
     command.add_argument(
+        "--config",
+        metavar="FILE",
+        help="a TOML file: options under [mount], those of -o win; policies for directories under"
+        " [[stream]], by glob",
+    )
+    command.add_argument(
         "--create", action="store_true", help="make and format the image if it is missing"
     )
     command.add_argument(
@@ -150,7 +156,7 @@ def _mount(given: argparse.Namespace) -> int:
     mount = mounting.Mount(
         mounting.absolute(given.target),
         given.directory,
-        mounting.parse_options(given.options),
+        mounting.parse_options(given.options, config_file=given.config),
         create_size=given.size,
         log_file=given.log,
         verbose=given.verbose,

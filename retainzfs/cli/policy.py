@@ -94,7 +94,11 @@ def _clear(path: str) -> None:
 def _print_explanation(explained: dict[str, Any]) -> None:
     print(explained["path"])
     for name, attribute in explained["attributes"].items():
-        print(f"  {name} = {_shown(name, attribute['value'])}, set on {attribute['from']}")
+        glob = attribute.get("glob")
+        where = (
+            f"set on {attribute['from']}" if glob is None else f"from the configuration ({glob})"
+        )
+        print(f"  {name} = {_shown(name, attribute['value'])}, {where}")
     print(f"  class: {explained['class']}")
     if explained["layout"] is not None:
         print(f"  layout: {explained['layout']}, stream {explained['stream']}")
