@@ -23,6 +23,7 @@ def main() -> int:
     if unknown := [name for name in names if name not in FRAMEWORKS]:
         parser.error(f"unknown: {', '.join(unknown)}; known: {', '.join(FRAMEWORKS)}")
     missing = 0
+    told: list[Measurement] = []
     for name in names:
         framework = FRAMEWORKS[name]
         if gone := framework.missing():
@@ -30,7 +31,10 @@ def main() -> int:
             missing += 1
             continue
         with living(IMAGE_SIZE, ZONE_SIZE) as live:
-            report(measure(live, framework))
+            told.append(measure(live, framework))
+        report(told[-1])
+    if len(told) > 1:
+        summarise(told)
     return 1 if missing else 0
 
 
@@ -54,9 +58,22 @@ def table(title: str, rows: list[Row]) -> None:
         if row["predicted_epoch"] is not None:
             predicted, late = f"{row['predicted_epoch']:.1f}", f"{error(row):+.2f}"
         print(COLUMNS.format(row["number"], predicted, f"{row['deleted_epoch']:.1f}", late))
+    print(counted(rows) + "\n")
+
+
+def counted(rows: list[Row]) -> str:
     known = [row for row in rows if row["predicted_epoch"] is not None]
-    within = f"{share(known):.0%} of them within one save" if known else "-"
-    print(f"{len(rows)} deleted, {len(known)} predicted, {within}\n")
+    near = f", {share(known):.0%} of them within a save" if known else ""
+    return f"{len(rows)} deleted, {len(known)} predicted{near}"
+
+
+def summarise(told: list[Measurement]) -> None:
+    print("== Summary")
+    for one in told:
+        resets, copied = one.status["zones"]["reset_total"], one.status["copied_bytes"]
+        print(f"{one.framework.title}: {resets} zones reset, {copied} bytes copied")
+        print(f"    with attributes: {counted(one.declared.history)}")
+        print(f"    without:         {counted(one.learned.history)}")
 
 
 if __name__ == "__main__":
