@@ -40,8 +40,8 @@ class Measurement:
     learned: Run
     """With no attribute at all."""
     status: Row
-    shown: str
-    """What `generations` printed of the declared run."""
+    shown: tuple[str, ...]
+    """What `generations` and `generations --history` printed of both."""
 
 
 def measure(live: Live, framework: Framework) -> Measurement:
@@ -57,7 +57,11 @@ def measure(live: Live, framework: Framework) -> Measurement:
     trained = work(framework, "train", clock, f"{declared}+", learned)
     runs = [(_told(path, "history"), _told(path, "generations")) for path in (declared, learned)]
     status = json.loads(_said("status", live.path, "--json"))
-    shown = _said("generations", declared)
+    shown = tuple(
+        _said("generations", path, *option)
+        for option in ((), ("--history",))
+        for path in (declared, learned)
+    )
     resumed = work(framework, "resume", clock, f"{declared}+", learned)
     first, second = (Run(*run, *ends) for run, *ends in zip(runs, trained, resumed, strict=True))
     return Measurement(framework, first, second, status, shown)
@@ -92,13 +96,7 @@ def _said(*arguments: str | Path) -> str:
     return done.stdout
 
 
-def error(row: Row) -> float:
-    """How many saves later than predicted a generation was deleted; infinite with no prediction."""
-    if row["saves_predicted"] is None:
-        return float("inf")
-    return float(row["saves"] - row["saves_predicted"])
-
-
 def share(rows: Sequence[Row]) -> float:
-    """The share of generations that were deleted within one save of the prediction."""
-    return sum(abs(error(row)) <= 1 for row in rows) / len(rows)
+    """Return the share of generations that were deleted within one save of the prediction."""
+    known = [row for row in rows if row["saves_predicted"] is not None]
+    return sum(abs(row["saves"] - row["saves_predicted"]) <= 1 for row in known) / len(rows)
