@@ -15,8 +15,8 @@ SUMMARY = "{:>7}  {:>8}  {:>10}  {:>6}  {:>6}  {}"
 def main() -> int:
     parser = argparse.ArgumentParser(
         prog="scripts/frameworks",
-        description="Train with real frameworks on a fresh mount each, once with attributes and once"
-        " without, and show when the mount expected each deletion, and when it happened.",
+        description="Train with real frameworks on a fresh mount each, with attributes and without,"
+        " and show when the mount expected each deletion, and when it happened.",
     )
     parser.add_argument("name", nargs="*", help=f"all without one: {', '.join(FRAMEWORKS)}")
     names = parser.parse_args().name or list(FRAMEWORKS)

@@ -99,4 +99,5 @@ def _said(*arguments: str | Path) -> str:
 def share(rows: Sequence[Row]) -> float:
     """Return the share of generations that were deleted within one save of the prediction."""
     known = [row for row in rows if row["saves_predicted"] is not None]
-    return sum(abs(row["saves"] - row["saves_predicted"]) <= 1 for row in known) / len(rows)
+    near = [row for row in known if abs(row["saves"] - row["saves_predicted"]) <= 1]
+    return len(near) / len(rows)
