@@ -102,7 +102,7 @@ FRAMEWORKS = {
             "orbax",
             f"Orbax, max_to_keep=3, keep_period={MILESTONES}",
             "orbax",
-            ("orbax.checkpoint", "jax"),
+            ("orbax", "jax"),
             attributes={"keep_last": str(KEEP), **_MILESTONES},
         ),
     )
