@@ -61,6 +61,7 @@ FRAMEWORKS = {
             "torchtitan",
             ("torchtitan", "tyro", "spmd_types"),
             variant="async",
+            numbers=range(STEPS, 2 * STEPS * SAVES + 1, STEPS),
             lag=1,
         ),
         Framework(

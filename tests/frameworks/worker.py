@@ -12,7 +12,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from tests.frameworks.catalogue import FRAMEWORKS, KEEP, SAVES
+from tests.frameworks.catalogue import FRAMEWORKS, KEEP
 from tests.frameworks.job import Job, Timeline
 
 
@@ -24,7 +24,9 @@ def main(name: str, act: str, clock: str, *directories: str) -> None:
     timeline = Timeline(Path(clock))
     for directory in directories:
         path = Path(directory.removesuffix("+"))
-        job = Job(path, SAVES, KEEP, timeline, framework.variant, directory.endswith("+"))
+        job = Job(
+            path, len(framework.numbers), KEEP, timeline, framework.variant, directory.endswith("+")
+        )
         print(json.dumps(asdict(getattr(program, act)(job))), file=told, flush=True)
 
 
