@@ -178,17 +178,21 @@ class Retention(Reaping):
         if inode.generation and inode.is_file:
             self.members.setdefault(inode.generation, set()).add(inode.ino)
 
-    def latest(self, generations: set[int], born: list[layout.Record]) -> int:
-        """Return the generation that retires last, 0 for none: a shared file's bytes go with it."""
-        records = {g: self.namespace.generations.get(g) for g in generations}
-        records |= {r.generation: r for r in born if isinstance(r, layout.GenerationRecord)}
+    def latest(self, generations: set[int], born: Iterable[layout.Record]) -> int:
+        """Return the generation that retires last, 0 for none: a shared file's bytes go with it.
 
-        def retire(generation: int) -> tuple[float, int]:
-            record = records[generation]
-            known = record is not None and not math.isnan(record.retire)
-            return record.retire if record is not None and known else -math.inf, generation
+        Of one stream that is the one that was born last, whatever is foretold while it is young.
+        """
+        known = {g: self.namespace.generations.get(g) for g in generations}
+        known |= {r.generation: r for r in born if isinstance(r, layout.GenerationRecord)}
+        records = [record for g in generations if (record := known[g]) is not None]
+        apart = len({record.stream for record in records}) > 1
 
-        return max(generations, key=retire, default=0)
+        def retires(record: layout.GenerationRecord) -> tuple[bool, float, int]:
+            epoch = -math.inf if math.isnan(record.retire) else record.retire
+            return math.isinf(record.retire), epoch if apart else 0.0, record.generation
+
+        return max(records, key=retires).generation if records else 0
 
     def visible(self, inode: Inode) -> Iterator[tuple[int, bytes]]:
         """Yield the names of a file that somebody can find."""

@@ -168,3 +168,27 @@ def test_a_deletion_in_readdir_order_begins_with_the_marker(room: Path) -> None:
     assert rows(run)[1]["state"] == "incomplete"
     shutil.rmtree(first)
     assert rows(run) == {}
+
+
+def test_a_shard_that_the_next_save_links(fresh: Live) -> None:
+    fresh.mount()
+    run = keeping(fresh.path / "run", keep=2)
+    first = save(run, 1)
+    data = (first / "shards" / "000.bin").read_bytes()
+    second = run / "checkpoint-2"
+    (second / "shards").mkdir(parents=True)
+    os.link(first / "shards" / "000.bin", second / "shards" / "000.bin")
+    (second / "trainer_state.json").write_text("{}")
+    told = rows(run)
+    assert (told[1]["size"], told[2]["size"]) == (2 * 64 * KIB + 2, 64 * KIB + 2)
+    assert os.getxattr(first / "shards" / "000.bin", "user.retainz.generation") == b"2"
+    save(run, 3)
+    reaped(first)
+    fresh.umount()
+    fresh.mount()
+    assert {number: row["state"] for number, row in rows(run).items()} == {
+        2: "complete", 3: "complete",
+    }  # fmt: skip
+    assert rows(run)[2]["size"] == 64 * KIB + 2
+    assert (second / "shards" / "000.bin").read_bytes() == data
+    assert (second / "shards" / "000.bin").stat().st_nlink == 1
