@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache, partial
 from typing import Any
 
 from retainzfs import layout, lifetimes
@@ -31,12 +32,15 @@ def _streams(retention: Retention, ino: int) -> Iterator[Stream]:
 def table(retention: Retention, zones: ZoneTable, ino: int) -> list[dict[str, Any]]:
     """Return the rows of `generations --json` for the streams at and below a directory."""
     rows: list[dict[str, Any]] = []
+    path = cache(partial(_path, retention))
     for stream in _streams(retention, ino):
         retired = _retired(retention, stream)
         kept = retention.kept(stream) if retired else {}
         for _, generation in sorted(stream.numbers.items()):
             record = retention.namespace.generations[generation]
-            row = _row(retention, zones, record, generation in retired.difference(kept))
+            row = _row(retention, zones, record, path)
+            if generation in retired and generation not in kept:
+                row["state"] = State.RETIRED.shown
             if generation in retired and generation in kept:
                 row["origin"] += f"; kept: {kept[generation]}"
             rows.append(row)
@@ -92,7 +96,10 @@ def _path(retention: Retention, record: layout.GenerationRecord) -> str:
 
 
 def _row(
-    retention: Retention, table: ZoneTable, record: layout.GenerationRecord, retired: bool
+    retention: Retention,
+    table: ZoneTable,
+    record: layout.GenerationRecord,
+    path: Callable[[layout.GenerationRecord], str],
 ) -> dict[str, Any]:
     namespace = retention.namespace
     inodes = [namespace.get(i) for i in retention.members.get(record.generation, ())]
@@ -101,8 +108,8 @@ def _row(
     others = [namespace.generations.get(g) for g in beside - {record.generation}]
     return {
         "number": record.number,
-        "path": _path(retention, record),
-        "state": (State.RETIRED if retired else State(record.state)).shown,
+        "path": path(record),
+        "state": State(record.state).shown,
         "size": sum(i.size for i in inodes),
         "birth_epoch": record.birth,
         "retire_epoch": _finite(record.retire),
@@ -111,7 +118,7 @@ def _row(
         "reason": retention.reasons.get(record.generation),
         "presumed": record.state == State.PRESUMED,
         "zones": sorted(zones),
-        "shared_with": sorted(_path(retention, other) for other in others if other is not None),
+        "shared_with": sorted(path(other) for other in others if other is not None),
         "published": None,
     }
 
