@@ -111,7 +111,9 @@ def test_paths_that_are_on_no_mount(tmp_path: Path, capsys: pytest.CaptureFixtur
     for command in (["status"], ["zones"], ["generations"], ["hint"], ["gc"], ["scrub"]):
         code, out, err = run(capsys, *command, tmp_path)
         assert (code, out) == (1, ""), command
-        assert err.startswith(f"retainzfs: {tmp_path}: not on a mounted retainzfs. ")
+        assert err.startswith(
+            f"retainzfs: {tmp_path}: no file or directory of a mounted retainzfs. "
+        )
         code, out, err = run(capsys, *command, tmp_path / "missing")
         assert (code, out) == (1, ""), command
         assert err == f"retainzfs: {tmp_path}/missing: No such file or directory\n"
@@ -318,6 +320,24 @@ def test_no_generations(room: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (code, out) == (0, "")
     assert "no generations" in err
     assert loaded(capsys, "generations", room) == []
+    code, out, err = run(capsys, "generations", room, "--history")
+    assert (code, out) == (0, "")
+    assert "no deleted generations" in err
+    _saves(room, range(7, 8))
+    code, out, err = run(capsys, "generations", room / "step-7.pt")
+    assert (code, out) == (0, "")
+    assert f"belongs to generation 7 of /{room.name}," in err
+
+
+@pytest.mark.fuse
+def test_paths_on_a_mount_that_have_no_attributes(
+    live: Live, room: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    os.mkfifo(room / "fifo")
+    for path in (room / "fifo", live.path / ".retainz", live.path / ".retainz" / "stats.json"):
+        code, out, err = run(capsys, "hint", path)
+        assert (code, out) == (1, "")
+        assert err.startswith(f"retainzfs: {path}: no file or directory of a mounted retainzfs. ")
 
 
 @pytest.mark.fuse
@@ -327,7 +347,7 @@ def test_hint_sets_shows_and_clears(
     code, out, err = run(capsys, "hint", room, "--keep-last", "3", "--cadence", "30m", "--reap")
     assert (code, err) == (0, "")
     assert f"keep_last = 3, set on /{room.name}" in out
-    assert "cadence_s = 1800 s" in out
+    assert "  cadence = 1800 s" in out
     assert os.getxattr(room, "user.retainz.reap") == b"1"
     assert live.path.exists()
     _saves(room, range(1, 2))
@@ -349,7 +369,7 @@ def test_hint_refuses_bad_values_before_it_changes_any(
     room: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, out, err = run(capsys, "hint", room, "--keep-last", "3", "--class", "best")
-    assert (code, out) == (1, "")
+    assert (code, out) == (2, "")
     assert "checkpoint, cache, scratch or output" in err
     assert os.listxattr(room) == []
     for option in ("--quota", "--reserve", "--publish"):

@@ -88,7 +88,8 @@ def _print_explanation(explained: dict[str, Any]) -> None:
         where = (
             f"set on {attribute['from']}" if glob is None else f"from the configuration ({glob})"
         )
-        print(f"  {name} = {_shown(name, attribute['value'])}, {where}")
+        called = name.removeprefix("file_").removesuffix("_s")  # as the attribute is
+        print(f"  {called} = {_shown(name, attribute['value'])}, {where}")
     print(f"  class: {explained['class']}")
     if explained["layout"] is not None:
         print(f"  layout: {explained['layout']}, stream {explained['stream']}")
