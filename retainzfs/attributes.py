@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from retainzfs import errors, generations, layout, lifetimes
 from retainzfs.lifetimes import Act, ScrubOrder
@@ -40,12 +40,11 @@ def get(volume: Volume, inode: Inode, name: bytes) -> bytes:
 
 def _computed(volume: Volume, inode: Inode, name: str) -> bytes | None:
     retention = volume.retention
-    record = volume.namespace.generations.get(inode.generation)
     match name:
         case "generations":
             return json.dumps(generations.table(retention, inode.ino)).encode()
         case "history":
-            return json.dumps(generations.history(retention, inode.ino)).encode()
+            return _newest(generations.history(retention, inode.ino))
         case "explain":
             return json.dumps(generations.explain(retention, inode)).encode()
         case "hint":
@@ -59,13 +58,25 @@ def _computed(volume: Volume, inode: Inode, name: str) -> bytes | None:
             return json.dumps(
                 [[e.block, e.blocks, e.run.zone, e.run.start + e.first] for e in inode.extents]
             ).encode()
-        case "generation" if record is not None:
-            return str(record.number).encode()
-        case "state" if record is not None:
-            return State(record.state).shown.encode()
-        case "stream" if record is not None:
-            return volume.path(record.stream).encode(errors="surrogateescape")
+        case "generation" | "state" | "stream":
+            record = retention.record_of(inode)
+            return None if record is None else _of_generation(volume, record, name)
     return None
+
+
+def _newest(rows: list[dict[str, Any]]) -> bytes:
+    """Return as many of the last rows as an attribute holds."""
+    while len(encoded := json.dumps(rows).encode()) > layout.XATTR_VALUE_MAX:
+        rows = rows[len(rows) // 2 + 1 :]
+    return encoded
+
+
+def _of_generation(volume: Volume, record: layout.GenerationRecord, name: str) -> bytes:
+    if name == "generation":
+        return str(record.number).encode()
+    if name == "state":
+        return State(record.state).shown.encode()
+    return volume.path(record.stream).encode(errors="surrogateescape")
 
 
 async def set_(volume: Volume, inode: Inode, name: bytes, value: bytes, flags: int) -> None:
@@ -143,18 +154,14 @@ async def _act(volume: Volume, inode: Inode, act: Act) -> None:
         await volume.collect()
         return
     assert act is Act.COMPLETE, f"an unknown act {act}"
-    generation = inode.generation
-    if inode.is_dir:
-        match = volume.retention.context(inode.ino).match
-        names = volume.namespace.components(inode.ino)
-        if match is not None and names:
-            generation = volume.retention.known(volume.parent(inode.ino), names[-1])
-    if not generation:
+    record = volume.retention.record_of(inode)
+    if record is None:
         raise errors.BadAttribute(
             "user.retainz.commit",
             f"{volume.path(inode.ino)} is in no generation",
             "a generation's file or directory",
         )
+    generation = record.generation
     members = volume.retention.members.get(generation, set())
     dirty = [i for ino, i in volume.committer.dirty.items() if ino in members]
     await volume.committer.commit(dirty)

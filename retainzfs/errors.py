@@ -144,6 +144,23 @@ class BadAttribute(RetainzError):
     errno = errno.EINVAL
 
 
+class NotRetainzfs(RetainzError):
+    """{}: not on a mounted retainzfs. Give a path below a mount; 'retainzfs status' lists them."""
+
+    errno = errno.ENOTSUP
+
+
+class NoGeneration(RetainzError):
+    """{}: in no generation ({}). Save under a name with a number, like step-1000 or step-1000.pt;
+    docs/attributes.md has the names."""
+
+    errno = errno.EINVAL
+
+
+class IncompleteGeneration(RetainzError):
+    """{}: generation {} is incomplete: {}. Save it again; the older ones are as they were."""
+
+
 class NotYet(RetainzError):
     """{}: not supported by this version"""
 

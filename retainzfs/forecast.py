@@ -151,7 +151,9 @@ class Forecast(Contexts):
             stream.predicted[generation] = record.retire, record.origin.decode(errors="replace")
         if math.isnan(record.retire):
             return Hint(Kind.UNHINTED, math.inf, 0)
-        inode = self.namespace.inodes.get(record.stream)
+        # It may be stated for this generation alone, at its directory.
+        first = next(iter(self.members.get(generation, ())), record.stream)
+        inode = self.namespace.inodes.get(first)
         stated = self.policy_of(inode).size if inode is not None else None
         announced = sum(self.announced.get(generation, {}).values())
         size = stated or max(announced, stream.size)

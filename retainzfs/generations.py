@@ -8,13 +8,14 @@ from typing import Any
 
 from retainzfs import layout, lifetimes
 from retainzfs.contexts import Context
+from retainzfs.history import Ended
 from retainzfs.lifetimes import FileClass, Layout
 from retainzfs.namespace import Inode
 from retainzfs.retention import Retention
 from retainzfs.streams import State, Stream
 
 
-def _rows(retention: Retention, ino: int) -> Iterator[Stream]:
+def _streams(retention: Retention, ino: int) -> Iterator[Stream]:
     """Yield the streams at and below a directory."""
     namespace = retention.namespace
     for stream in sorted(retention.all_streams(), key=lambda s: s.ino):
@@ -26,7 +27,7 @@ def _rows(retention: Retention, ino: int) -> Iterator[Stream]:
 def table(retention: Retention, ino: int) -> list[dict[str, Any]]:
     """Return the rows of `generations --json` for the streams at and below a directory."""
     rows: list[dict[str, Any]] = []
-    for stream in _rows(retention, ino):
+    for stream in _streams(retention, ino):
         retired = _retired(retention, stream)
         for _, generation in sorted(stream.numbers.items()):
             record = retention.namespace.generations[generation]
@@ -35,24 +36,26 @@ def table(retention: Retention, ino: int) -> list[dict[str, Any]]:
 
 
 def history(retention: Retention, ino: int) -> list[dict[str, Any]]:
-    """Return the generations that were deleted, of the streams at and below a directory: what was
-    foretold when their first bytes were placed, and what happened."""
-    return [
-        {
-            "stream": retention.namespace.path(stream.ino),
-            "number": ended.number,
-            "birth_epoch": ended.birth,
-            "predicted_epoch": _finite(ended.predicted),
-            "anchor": math.isinf(ended.predicted),
-            "origin": ended.origin,
-            "deleted_epoch": ended.deleted,
-            "saves": _finite(ended.saves),
-            "saves_predicted": _finite(ended.saves_predicted),
-            "reaped": ended.reaped,
-        }
-        for stream in _rows(retention, ino)
-        for ended in stream.history.ended
-    ]
+    """Return the latest generations that were deleted, of the streams at and below a directory:
+    what was foretold when their first bytes were placed, and what happened."""
+    streams = list(_streams(retention, ino))
+    rows = [_past(retention, stream, one) for stream in streams for one in stream.history.ended]
+    return sorted(rows, key=lambda row: row["deleted_epoch"])
+
+
+def _past(retention: Retention, stream: Stream, ended: Ended) -> dict[str, Any]:
+    return {
+        "stream": retention.namespace.path(stream.ino),
+        "number": ended.number,
+        "birth_epoch": ended.birth,
+        "predicted_epoch": _finite(ended.predicted),
+        "anchor": math.isinf(ended.predicted),
+        "origin": ended.origin,
+        "deleted_epoch": ended.deleted,
+        "saves": _finite(ended.saves),
+        "saves_predicted": _finite(ended.saves_predicted),
+        "reaped": ended.reaped,
+    }
 
 
 def _finite(value: float) -> float | None:
@@ -116,11 +119,7 @@ def explain(retention: Retention, inode: Inode) -> dict[str, Any]:
         field: {"value": _plain(getattr(policy, field)), **sources[index]}
         for field, index in policy.origins.items()
     }
-    record = namespace.generations.get(inode.generation)
-    if record is None and context.match is not None:
-        parent = inode.parent if name else retention.namespace.get(inode.ino).parent
-        own_name = namespace.components(inode.ino)[-1]
-        record = namespace.generations.get(retention.known(parent, own_name))
+    record = retention.record_of(inode)
     finite = record is not None and math.isfinite(record.retire)
     return {
         "path": namespace.path(inode.ino),
@@ -134,6 +133,8 @@ def explain(retention: Retention, inode: Inode) -> dict[str, Any]:
         "retire_epoch": record.retire if record is not None and finite else None,
         "anchor": record is not None and math.isinf(record.retire),
         "origin": _origin(record, context, policy),
+        "reason": None if record is None else retention.reasons.get(record.generation),
+        "presumed": record is not None and record.state == State.PRESUMED,
     }
 
 

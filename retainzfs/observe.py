@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from typing import TYPE_CHECKING, Any
 
 from retainzfs.lifetimes import FileClass
@@ -81,6 +82,7 @@ def _streams(volume: Volume) -> list[dict[str, Any]]:
         rows.append(
             {
                 "path": volume.path(stream.ino),
+                "names": sorted(map(os.fsdecode, stream.series)),
                 "generations": len(stream.numbers),
                 "complete": len(complete),
                 "newest_committed": None if newest is None else newest.number,

@@ -137,6 +137,14 @@ class Retention(Completion):
         stream = self._find(context.stream, context.match)
         return 0 if stream is None else stream.numbers.get(context.match.number, 0)
 
+    def record_of(self, inode: Inode) -> layout.GenerationRecord | None:
+        """Return the generation that a file belongs to, or that a directory is the top of."""
+        generation = inode.generation
+        if inode.is_dir:
+            names = self.namespace.components(inode.ino)
+            generation = self.known(inode.parent, names[-1]) if names else 0
+        return self.namespace.generations.get(generation)
+
     def owns(self, inode: Inode) -> bool:
         """Whether the file is a generation by its own attributes, whatever its name."""
         record = self.namespace.generations.get(inode.generation)

@@ -104,7 +104,7 @@ def loads(ino: int, stored: bytes) -> list[Stream]:
     quality, and refusing the mount would cost the data."""
     try:
         return [Stream.decode(ino, told) for told in json.loads(stored)]
-    except (ValueError, TypeError, RecursionError):
+    except (ValueError, TypeError, OverflowError, RecursionError):
         return []
 
 

@@ -150,6 +150,18 @@ async def test_stated_epochs_and_sizes_are_inherited(mount: Options) -> None:
         assert row(volume, 1)["retire_epoch"] is None
 
 
+async def test_a_size_may_be_stated_for_one_generation(mount: Options) -> None:
+    async with mounted(await formatted(small_device()), mount) as volume:
+        run = await directory(volume, b"run", keep_last=b"3", size=b"600K")
+        sizes = []
+        for name, attributes in ((b"step-1", {"size": b"700K"}), (b"step-2", {})):
+            saved = await directory(volume, name, run, **attributes)
+            inside = await directory(volume, b"optimizer", saved)
+            ino = await put(volume, inside, b"model.bin", b"weights")
+            sizes.append(volume.retention.hint_of(volume.inode(ino).generation).size)
+        assert sizes == [700 << 10, 600 << 10]
+
+
 async def test_a_changed_policy_moves_what_is_there(mount: Options) -> None:
     async with mounted(await formatted(small_device()), mount) as volume:
         await volume.setxattr(ROOT, b"user.retainz.cadence", b"60s")

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import errno
-import json
 import os
 import sys
-from pathlib import Path
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from retainzfs import mounts
+from retainzfs import asking, mounts
 from retainzfs.cli import zonemap
 from retainzfs.cli.output import print_json, print_table
 from retainzfs.errors import MountError
-from retainzfs.lifetimes import PREFIX, format_size
+from retainzfs.lifetimes import format_size
 
 if TYPE_CHECKING:
     from retainzfs.cli.output import Commands
@@ -41,6 +39,11 @@ def add_commands(commands: Commands) -> None:
         description="List the generations of the streams at and below PATH.",
     )
     command.add_argument("path", metavar="PATH")
+    command.add_argument(
+        "--history",
+        action="store_true",
+        help="list those that were deleted instead: what was foretold, and what happened",
+    )
     _finish(command, _generations)
 
 
@@ -49,50 +52,16 @@ def _finish(command: argparse.ArgumentParser, run: Any) -> None:
     command.set_defaults(run=run)
 
 
-def told(path: str, name: str) -> Any:
-    """Return the JSON of a file in `.retainz/` of the mount that a path is on."""
-    return _control_file(mount_of(path), name)
-
-
-def mount_of(path: str) -> mounts.MountPoint:
-    """Return the mount of ours that a path is on. Raises OSError, MountError."""
-    os.stat(path)
-    mount = mounts.mount_of(path)
-    if mount is None:
-        raise MountError(path, "not on a mounted retainzfs")
-    return mount
-
-
-def _control_file(mount: mounts.MountPoint, name: str) -> Any:
-    try:
-        return json.loads(Path(mount.directory, ".retainz", name).read_bytes())
-    except OSError as error:
-        if error.errno not in (errno.ENOTCONN, errno.ECONNABORTED):
-            raise
-        what = f"dead, its daemon has ended; 'retainzfs umount {mount.directory}' takes it away"
-        raise MountError(mount.directory, what) from error
-
-
-def asked(path: str, name: str) -> Any:
-    """Return the JSON of a computed attribute of a path."""
-    try:
-        return json.loads(os.getxattr(path, PREFIX + name))
-    except OSError as error:
-        if error.errno in (errno.ENODATA, errno.ENOTSUP):
-            raise MountError(path, "not on a mounted retainzfs") from error
-        raise
-
-
 def _status(given: argparse.Namespace) -> int:
     if given.directory is not None:
-        status = told(given.directory, "stats.json")
+        status = asking.told(given.directory, "stats.json")
         print_json(status) if given.json else _print_status(status)
         return 0
     ours = list(mounts.ours())
     all_status = []
     for mount in ours:
         try:
-            all_status.append(_control_file(mount, "stats.json"))
+            all_status.append(asking.control_file(mount, "stats.json"))
         except MountError as error:  # the others are well all the same
             print(f"retainzfs: {error}", file=sys.stderr)
     if given.json:
@@ -182,9 +151,10 @@ def _share(status: dict[str, Any]) -> str:
 
 
 def _print_streams(streams: list[dict[str, Any]]) -> None:
+    paths = Counter(stream["path"] for stream in streams)
     rows = [
         (
-            stream["path"],
+            stream["path"] if paths[stream["path"]] == 1 else _job(stream),
             str(stream["generations"]),
             str(stream["complete"]),
             _or_dash(stream["newest_committed"]),
@@ -198,12 +168,17 @@ def _print_streams(streams: list[dict[str, Any]]) -> None:
     print_table(heads, rows, right="SAVES COMPLETE NEWEST PUBLISHED CADENCE SIZE")
 
 
+def _job(stream: dict[str, Any]) -> str:
+    """One of several streams in a directory, by what its names have beside the number."""
+    return f"{stream['path']} ({', '.join(stream['names'])})"
+
+
 def _or_dash(value: object) -> str:
     return "-" if value is None else str(value)
 
 
 def _zones(given: argparse.Namespace) -> int:
-    zones = told(given.directory, "zones.json")
+    zones = asking.told(given.directory, "zones.json")
     if given.json:
         print_json(zones)
         return 0
@@ -214,7 +189,9 @@ def _zones(given: argparse.Namespace) -> int:
 
 
 def _generations(given: argparse.Namespace) -> int:
-    rows = _rows(given.path)
+    if given.history:
+        return _history(given)
+    rows = asking.generations(given.path)
     if given.json:
         print_json(rows)
         return 0
@@ -238,21 +215,35 @@ def _generations(given: argparse.Namespace) -> int:
     return 0
 
 
+def _history(given: argparse.Namespace) -> int:
+    rows = asking.computed(given.path, "history")
+    if given.json:
+        print_json(rows)
+        return 0
+    table = [
+        (
+            row["stream"],
+            str(row["number"]),
+            f"{row['birth_epoch']:.1f}",
+            "never" if row["anchor"] else _epoch(row["predicted_epoch"]),
+            f"{row['deleted_epoch']:.1f}",
+            _saves(row["saves_predicted"]),
+            _saves(row["saves"]),
+            row["origin"],
+        )
+        for row in rows
+    ]
+    heads = ("STREAM", "NUMBER", "BORN", "FORETOLD", "DELETED", "SAVES", "REALLY", "BECAUSE")
+    print_table(heads, table, right="NUMBER BORN FORETOLD DELETED SAVES REALLY")
+    foretold = [row for row in rows if row["saves"] is not None and row["saves_predicted"]]
+    near = sum(abs(row["saves"] - row["saves_predicted"]) <= 1 for row in foretold)
+    print(f"{len(rows)} deleted, {len(foretold)} of them foretold, {near} within one save")
+    return 0
+
+
+def _saves(saves: float | None) -> str:
+    return "-" if saves is None else f"{saves:.2f}"
+
+
 def _epoch(epoch: float | None) -> str:
     return "unknown" if epoch is None else f"{epoch:.1f}"
-
-
-def _rows(path: str) -> list[dict[str, Any]]:
-    try:
-        rows: list[dict[str, Any]] = asked(path, "generations")
-    except OSError as error:
-        if error.errno not in (errno.ERANGE, errno.E2BIG):
-            raise
-        # The table is longer than an attribute may be: take everybody's, and pick.
-        mount = mounts.mount_of(path)
-        assert mount is not None, "a path with our attributes is on a mount of ours"
-        below = "/" + os.path.relpath(os.path.realpath(path), mount.directory)
-        below = "" if below == "/." else below
-        everything = told(path, "generations.json")
-        rows = [r for r in everything if (r["path"] + "/").startswith(below + "/")]
-    return rows

@@ -7,8 +7,7 @@ import dataclasses
 import sys
 from typing import TYPE_CHECKING
 
-from retainzfs import fsck, mkfs, mounting, repair, unmounting
-from retainzfs.cli.inspect import told
+from retainzfs import asking, fsck, mkfs, mounting, repair, unmounting
 from retainzfs.cli.output import Progress, print_json, rate_argument, size_argument
 from retainzfs.errors import UsageError
 from retainzfs.lifetimes import format_size
@@ -165,7 +164,7 @@ def _mount(given: argparse.Namespace) -> int:
         return mounting.mount_foreground(mount)
     mounting.mount_daemon(mount)
     if given.json:
-        pid = told(mount.directory, "stats.json")["pid"]
+        pid = asking.told(mount.directory, "stats.json")["pid"]
         print_json({"target": mount.target, "directory": mount.directory, "pid": pid})
     return 0
 

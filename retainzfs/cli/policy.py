@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import errno
 import os
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from retainzfs import lifetimes
-from retainzfs.cli.inspect import asked, mount_of, told
+from retainzfs import asking, hints
 from retainzfs.cli.output import print_json
 from retainzfs.errors import MountError, NotYet
 from retainzfs.lifetimes import PREFIX, format_size
@@ -16,12 +16,12 @@ from retainzfs.lifetimes import PREFIX, format_size
 if TYPE_CHECKING:
     from retainzfs.cli.output import Commands
 
-# Option → attribute, for options that take the attribute's value.
+# Parameters of hints.set() that are options with a value.
 VALUES = {
     "keep_last": ("K", "keep the newest K generations"),
     "cadence": ("C", "time between saves: 90s, 30m; learned when not given"),
     "keep_every": ("N", "keep generations whose number is a multiple of N for ever"),
-    "class": ("C", "checkpoint, cache, scratch or output"),
+    "file_class": ("C", "checkpoint, cache, scratch or output"),
 }
 SWITCHES = {
     "anchor": "never retire what is below",
@@ -47,7 +47,7 @@ def add_commands(commands: Commands) -> None:
         command.add_argument(
             _option(name), metavar=metavar, dest=f"set_{name}", help="not supported yet"
         )
-    command.add_argument("--clear", action="store_true", help="remove the attributes of PATH first")
+    command.add_argument("--clear", action="store_true", help="remove the other attributes of PATH")
     command.add_argument("--json", action="store_true", help="print what applies as JSON")
     command.set_defaults(run=_hint)
     command = commands.add_parser(
@@ -61,7 +61,7 @@ def add_commands(commands: Commands) -> None:
 
 
 def _option(name: str) -> str:
-    return "--" + name.replace("_", "-")
+    return "--" + name.removeprefix("file_").replace("_", "-")
 
 
 def _hint(given: argparse.Namespace) -> int:
@@ -69,26 +69,16 @@ def _hint(given: argparse.Namespace) -> int:
         if getattr(given, f"set_{name}") is not None:
             raise NotYet(_option(name))
     wanted = {name: getattr(given, f"set_{name}") for name in (*VALUES, *SWITCHES)}
-    values = {name: value.encode() for name, value in wanted.items() if value is not None}
-    for name, value in values.items():
-        lifetimes.parse(name, value)  # its message says more than the kernel's EINVAL
-    asked(given.path, "explain")
+    hints.set(given.path, **wanted)
     if given.clear:
-        _clear(given.path)
-    for name, value in values.items():
-        os.setxattr(given.path, PREFIX + name, value)
-    explained = asked(given.path, "explain")
+        names = (field.name for field in fields(hints.Attributes))
+        hints.clear(given.path, *(name for name in names if wanted.get(name) is None))
+    explained = asking.computed(given.path, "explain")
     if given.json:
         print_json(explained)
     else:
         _print_explanation(explained)
     return 0
-
-
-def _clear(path: str) -> None:
-    for name in os.listxattr(path):
-        if name.startswith(PREFIX):
-            os.removexattr(path, name)
 
 
 def _print_explanation(explained: dict[str, Any]) -> None:
@@ -122,8 +112,8 @@ def _shown(name: str, value: Any) -> str:
 
 
 def _gc(given: argparse.Namespace) -> int:
-    mount = mount_of(given.directory)
-    before = told(mount.directory, "stats.json")
+    mount = asking.mount_of(given.directory)
+    before = asking.told(mount.directory, "stats.json")
     try:
         os.setxattr(mount.directory, PREFIX + "gc", b"1")
     except OSError as error:
@@ -132,7 +122,7 @@ def _gc(given: argparse.Namespace) -> int:
             raise MountError(mount.directory, what) from error
         raise
     if given.json:
-        after = told(mount.directory, "stats.json")
+        after = asking.told(mount.directory, "stats.json")
         resets = after["zones"]["reset_total"] - before["zones"]["reset_total"]
         copied = after["copied_bytes"] - before["copied_bytes"]
         print_json({"zones_reset": resets, "copied_bytes": copied})

@@ -9,8 +9,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from retainzfs import scrub
-from retainzfs.cli.inspect import mount_of, told
+from retainzfs import asking, scrub
 from retainzfs.cli.output import Progress, print_json, rate_argument
 from retainzfs.errors import MountError
 from retainzfs.extents import Damage
@@ -42,7 +41,7 @@ def add_commands(commands: Commands) -> None:
 
 
 def _scrub(given: argparse.Namespace) -> int:
-    directory = mount_of(given.directory).directory
+    directory = asking.mount_of(given.directory).directory
     if given.stop:
         _order(directory, "stop")
         return 0
@@ -82,7 +81,7 @@ def _end_of(directory: str) -> dict[str, Any]:
     """Return the report of the scrub when it has ended; show how far it is until then."""
     progress = Progress("scrub")
     while True:
-        report: dict[str, Any] = told(directory, "scrub.json")
+        report: dict[str, Any] = asking.told(directory, "scrub.json")
         if report["total"]:
             progress(report["done"], report["total"])
         if report["state"] != "running":

@@ -30,6 +30,7 @@ from retainzfs.lifetimes.completeness import (
     examination,
 )
 from retainzfs.lifetimes.layouts import (
+    Knows,
     Match,
     number_in,
     recognise,
@@ -62,6 +63,7 @@ __all__ = [
     "FileClass",
     "Finding",
     "Hint",
+    "Knows",
     "Layout",
     "Learned",
     "Match",

@@ -77,7 +77,7 @@ def _saves(life: float | None, keep: int | None) -> tuple[float | None, str]:
     """Saves from birth to retirement, and why."""
     if keep is None:
         if life is None:
-            return None, "neither retire, anchor nor keep_last is set, and no history teaches"
+            return None, "no policy, and no history yet"
         return life, f"history: deleted after {life:.1f} saves"
     if life is None or abs(life - keep) < LAG_LEAST:
         return keep, f"keep_last={keep}"
