@@ -3,7 +3,7 @@
 
 Four jobs of one framework save at once, each in a directory of its own: K is 2, 4, 5 and 7, every
 job has its cadence and a quarter of the sizes from 0.74 to 2.27 zones. At its peak what lives is
-0.8 of the device. Intervals between saves vary by 15 %, each job pauses twice for five cadences,
+0.8 of the device. Intervals between saves vary by 15 %, each job pauses once for five cadences,
 and in the middle all stop, the volume is unmounted and mounted again. Time is simulated, the volume
 is a whole one over a device in memory. The same saves are replayed with three kinds of knowledge:
 
@@ -60,8 +60,9 @@ HISTORY = b"user.retainz.history"
 
 @dataclass
 class Result:
-    """One run. Shares are of generations that were deleted, nan where there was none: `early` are
-    those that were born before their stream's second deletion."""
+    """One run. Shares are of generations that were deleted, nan where there was none. `early` are
+    those that were born before their job's second deletion, `paused` others whose job paused while
+    they lived: what can be learned does not help them. The plain names are of all others."""
 
     framework: str
     knows: str
@@ -71,6 +72,8 @@ class Result:
     early: int
     hinted_early: float
     near_early: float
+    paused: int
+    near_paused: float
     hinted: float
     near: float
     milestones: (
@@ -152,17 +155,17 @@ class Run:
                     nursery.start_soon(self._sample, volume, ends_s)
                     for job in self.jobs:
                         await enter(job, volume, self.knows)
+                        pauses = (self.jobs.index(job) + half) % 2 == 0
                         chance = random.Random(f"{self.seed} {job.name} {half}")
-                        nursery.start_soon(self._work, job, chance, ends_s)
+                        nursery.start_soon(self._work, job, chance, ends_s, pauses)
                 self._mounted_no_longer(volume)
             await trio.sleep(OFF_S)
         return self._result()
 
-    async def _work(self, job: Job, chance: random.Random, ends_s: float) -> None:
-        """Save until the mount ends; in its middle the job pauses."""
+    async def _work(self, job: Job, chance: random.Random, ends_s: float, pauses: bool) -> None:
+        """Save until the mount ends; in its middle the job may pause."""
         mean = job.size
         halfway_s = (trio.current_time() + ends_s) / 2
-        paused = False
         next_s = trio.current_time() + chance.uniform(0, job.cadence_s)
         while next_s < ends_s:
             await trio.sleep_until(next_s)
@@ -174,9 +177,10 @@ class Run:
             if job.count % POLL == 0:
                 self._look(job)
             next_s += job.cadence_s * chance.uniform(1 - CADENCE_JITTER, 1 + CADENCE_JITTER)
-            if not paused and next_s > halfway_s:
-                paused = True
+            if pauses and next_s > halfway_s:
+                pauses = False
                 next_s += PAUSE * job.cadence_s
+                job.paused = job.volume.now_s()
         job.size = mean
 
     def _look(self, job: Job) -> None:
@@ -207,21 +211,29 @@ class Run:
 
     def _result(self) -> Result:
         early: list[dict[str, Any]] = []
+        paused: list[dict[str, Any]] = []
         later: list[dict[str, Any]] = []
         for job in self.jobs:
             known_s = sorted(job.deleted.values())[:LEARNED][-1]
             for number in job.deleted:
                 told = self.history.get((job.name, number), {})
-                (early if job.born[number] < known_s else later).append(told)
+                if job.born[number] < known_s:
+                    early.append(told)
+                elif job.born[number] < job.paused < job.deleted[number]:
+                    paused.append(told)
+                else:
+                    later.append(told)
         return Result(
             self.name,
             self.knows,
             self.seed,
             saves=sum(job.count for job in self.jobs),
-            deleted=len(early) + len(later),
+            deleted=len(early) + len(paused) + len(later),
             early=len(early),
             hinted_early=_share(map(_hinted, early)),
             near_early=_share(map(_near, early)),
+            paused=len(paused),
+            near_paused=_share(map(_near, paused)),
             hinted=_share(map(_hinted, later)),
             near=_share(map(_near, later)),
             milestones=_share(self.anchored),
@@ -282,7 +294,7 @@ def report(found: list[Result]) -> str:
         for knows in ATTRIBUTES:
             own = [r for r in found if (r.framework, r.knows) == (framework, knows)]
             rows.append([framework, knows, *_cells(own)])
-    head = ["framework", "told", "deleted", "early: hint", "early: near", "hint", "near"]
+    head = ["framework", "told", "deleted", "early: hint", "near", "pause: near", "hint", "near"]
     head += ["milestones", "overhead", "written", "copied MiB", "resets"]
     return table(head, rows)
 
@@ -292,7 +304,9 @@ def _cells(own: list[Result]) -> list[str]:
         values = [100 * getattr(r, key) for r in own if not math.isnan(getattr(r, key))]
         return spread(values, 0)
 
-    shares = map(percent, ("hinted_early", "near_early", "hinted", "near", "milestones"))
+    shares = map(
+        percent, ("hinted_early", "near_early", "near_paused", "hinted", "near", "milestones")
+    )
     return [
         spread([r.deleted for r in own], 0),
         *shares,
@@ -304,8 +318,9 @@ def _cells(own: list[Result]) -> list[str]:
 
 
 EXPLANATION = """\
-deleted: generations that their jobs deleted; early: those that began before their stream's second
-deletion, so that nothing could be learned yet, and the columns without the word are of the others.
+deleted: generations that their jobs deleted. early: those that began before their job's second
+deletion, so that nothing could be learned yet; pause: others whose job paused while they lived,
+which nobody foresees; the columns that follow are of all the rest.
 hint: percent that had a retirement when their first byte was placed; near: percent where it was
 within one save of the deletion. milestones: percent of those kept, after a job's second, that began
 as anchors. overhead: zones' worth of dead bytes and of room in zones that are in use, mean over

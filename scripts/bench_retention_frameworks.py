@@ -40,6 +40,7 @@ class Job:
     volume: Volume = field(init=False)
     top: int = 0  # inode of its directory
     count: int = 0  # saves begun
+    paused: float = 0.0  # epoch at which it stopped for a while
     kept: list[int] = field(default_factory=list)  # numbers of what it holds, oldest first
     born: dict[int, float] = field(default_factory=dict)  # number → epoch of the save
     deleted: dict[int, float] = field(default_factory=dict)  # number → epoch of the deletion
