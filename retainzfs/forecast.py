@@ -128,8 +128,6 @@ class Forecast(Contexts):
         if inode is None or not inode.is_dir or not inode.nlink:
             return []
         stored = streams.dumps(self.streams[stream.ino])
-        if len(stored) > layout.XATTR_VALUE_MAX // 16:
-            return []  # of a directory with very many jobs
         return [layout.XattrRecord(stream.ino, streams.STORED, stored)]
 
     # What placement asks

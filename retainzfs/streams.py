@@ -14,6 +14,8 @@ STORED = b"retainz.streams"
 """The attribute of a directory that keeps what its streams have taught. No user reads or sets it:
 it is in none of the namespaces of xattr(7)."""
 
+STORED_MAX = 12 << 10  # bytes; an operation with it fits into the smallest batch
+
 PREDICTED_STORED = 64  # generations whose first hint outlives the mount
 
 MISSED_MOST = 3
@@ -95,8 +97,23 @@ class Stream:
 
 
 def dumps(streams: list[Stream]) -> bytes:
-    """Return the streams of a directory as they are stored."""
-    return json.dumps([s.encode() for s in streams], separators=(",", ":")).encode()
+    """Return the streams of a directory as they are stored, at most STORED_MAX bytes.
+
+    Of a directory with many jobs that is what hints are made of; of one with very many the newest.
+    """
+    told = [stream.encode() for stream in streams]
+    stored = _compact(told)
+    if len(stored) > STORED_MAX:
+        told = [one | {"ended": [], "predicted": {}} for one in told]
+        stored = _compact(told)
+    while len(stored) > STORED_MAX:
+        told = told[len(told) // 2 + 1 :]
+        stored = _compact(told)
+    return stored
+
+
+def _compact(told: list[dict[str, Any]]) -> bytes:
+    return json.dumps(told, separators=(",", ":")).encode()
 
 
 def loads(ino: int, stored: bytes) -> list[Stream]:

@@ -208,6 +208,20 @@ def test_streams_outlive_the_mount(seed: int) -> None:
     assert streams.dumps(streams.loads(5, again)) == again
 
 
+@pytest.mark.parametrize("jobs", [1, 5, 20, 200])
+def test_what_is_stored_has_a_bound(jobs: int) -> None:
+    rng = random.Random(jobs)
+    many = [streams_of(rng)[0] for _ in range(jobs)]
+    for number, stream in enumerate(many):
+        stream.series = {b"job-%d-" % number}
+    stored = streams.dumps(many)
+    assert len(stored) <= streams.STORED_MAX
+    read = streams.loads(5, stored)
+    assert read[-1].series == many[-1].series
+    assert read[-1].history.lives == many[-1].history.lives
+    assert len(read) == jobs or jobs > 5
+
+
 @given(st.binary(max_size=200) | st.recursive(
     st.none() | st.booleans() | st.floats() | st.text(),
     lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
