@@ -234,12 +234,17 @@ class Retention(Completion):
             generation in self.reaping,
             origin,
         )
-        newest = self.counted(stream)[:1]
-        is_newest = not newest or newest[0].order <= record.order
-        teaches = not (
-            ended.reaped or is_newest or math.isinf(record.retire) or policy.birth is not None
-        )
+        finite = not math.isinf(record.retire) and policy.birth is None
+        teaches = finite and not ended.reaped and self._has_newer(stream, record)
         history.end(ended, policy.keep_last, teaches=teaches)
+
+    def _has_newer(self, stream: Stream, record: layout.GenerationRecord) -> bool:
+        """Whether a save that counts came after this one, or one without a marker that will count
+        when the next begins: accelerate deletes just before that."""
+        if any(newer.order > record.order for newer in self.counted(stream)):
+            return True
+        younger = [r for r in self.records(stream) if r.generation > record.generation]
+        return any(r.state == State.WRITING and self.closed(r.generation) for r in younger)
 
     # Names that no layout has
 
