@@ -50,7 +50,6 @@ SAVE_SHARE = 0.08  # of a cadence, that a save takes
 PAUSE = 5  # cadences
 NEAR = 1.0  # saves
 LEARNED = 2  # deletions of a stream from which on it can have learned something
-WARM = 0.25  # share of the time for which zones are not counted
 SAMPLE_S = 5.0
 POLL = 8  # saves between two looks at what was deleted; a stream remembers more than these
 OFF_S = 3600.0  # between the two mounts
@@ -108,7 +107,7 @@ class Run:
         self.jobs = self._jobs()
         self.duration_s = saves / sum(1 / job.cadence_s for job in self.jobs)
         self.history: dict[tuple[str, int], dict[str, Any]] = {}  # (job, number) → what is told
-        self.overheads: list[float] = []  # zones, at regular times
+        self.overheads: list[float] = []  # zones, at regular times of the mount
         self.logical = self.host = self.copied = self.resets = 0
         self.anchored: list[bool] = []  # of milestones: whether they began as anchors
 
@@ -189,6 +188,7 @@ class Run:
             self.history.setdefault((job.name, told["number"]), told)
 
     async def _sample(self, volume: Volume, ends_s: float) -> None:
+        self.overheads.clear()  # of the first mount
         while trio.current_time() < ends_s:
             totals = volume.table.totals
             self.overheads.append((totals.dead + totals.tail + totals.stranded) / ZONE)
@@ -237,7 +237,7 @@ class Run:
             hinted=_share(map(_hinted, later)),
             near=_share(map(_near, later)),
             milestones=_share(self.anchored),
-            overhead_zones=statistics.mean(self.overheads[int(WARM * len(self.overheads)) :]),
+            overhead_zones=statistics.mean(self.overheads),
             write_amplification=self.host / self.logical,
             copied_bytes=self.copied,
             resets=self.resets,
@@ -324,7 +324,7 @@ which nobody foresees; the columns that follow are of all the rest.
 hint: percent that had a retirement when their first byte was placed; near: percent where it was
 within one save of the deletion. milestones: percent of those kept, after a job's second, that began
 as anchors. overhead: zones' worth of dead bytes and of room in zones that are in use, mean over
-time after the first quarter. written: bytes written to the device for each byte of the jobs."""
+the second mount. written: bytes written to the device for each byte of the jobs."""
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
