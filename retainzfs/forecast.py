@@ -15,6 +15,7 @@ from retainzfs.streams import State, Stream
 from retainzfs.zones import Kind
 
 CADENCE_GUESS_S = 60.0  # of the very first stream, until its second save
+STATED = (b"anchor=", b"keep_every=", b"retire=")  # origins of what was not left to retention
 E_PER_CADENCE = 4.0  # placement's constants are in quarters of a cadence
 
 
@@ -57,8 +58,11 @@ class Forecast(Contexts):
 
     def learned(self, stream: Stream, policy: lifetimes.Policy) -> lifetimes.Learned:
         history = stream.history
+        if policy.reap:
+            return lifetimes.Learned(history.cadence_s)  # we do as we are told
         last = max((e.birth for e in history.ended if not e.reaped), default=-math.inf)
-        older = [r.number for r in self.counted(stream) if r.birth < last]
+        free = [r for r in self.counted(stream) if not r.origin.startswith(STATED)]
+        older = [record.number for record in free if record.birth < last]
         life = history.life(policy.keep_last)
         return lifetimes.Learned(history.cadence_s, life, history.every(older))
 
@@ -82,15 +86,15 @@ class Forecast(Contexts):
         """Yield the records of a stream's generations whose retirement is another one by now."""
         if stream.ino not in self.namespace.inodes:
             return
-        known: dict[int | None, lifetimes.Learned] = {}
+        known: dict[tuple[int | None, bool], lifetimes.Learned] = {}
         for record in self.records(stream):
             if newest is not None and record.generation == newest.generation:
                 record = newest  # noqa: PLW2901  as it will be
             policy = self._policy_for(record)
-            if policy.keep_last not in known:
-                known[policy.keep_last] = self.learned(stream, policy)
-            learned = known[policy.keep_last]
-            retire, origin = self.retirement(record.birth, record.number, policy, learned)
+            says = policy.keep_last, policy.reap
+            if says not in known:
+                known[says] = self.learned(stream, policy)
+            retire, origin = self.retirement(record.birth, record.number, policy, known[says])
             if not _same(retire, record.retire) or origin != record.origin:
                 yield record._replace(retire=retire, origin=origin)
 
