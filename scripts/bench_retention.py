@@ -2,10 +2,11 @@
 """How well retirements are foretold with attributes and without, framework by framework.
 
 Four jobs of one framework save at once, each in a directory of its own: K is 2, 4, 5 and 7, every
-job has its cadence and a quarter of the sizes from 0.74 to 2.27 zones. At its peak what lives is
-0.8 of the device. Intervals between saves vary by 15 %, each job pauses once for five cadences,
-and in the middle all stop, the volume is unmounted and mounted again. Time is simulated, the volume
-is a whole one over a device in memory. The same saves are replayed with three kinds of knowledge:
+job has its cadence and a quarter of the sizes from 0.74 to 2.27 zones. In the end what they keep,
+and one save being written, is 0.8 of the device. Intervals between saves vary by 15 %, each job
+pauses once for five cadences, and in the middle all stop, the volume is unmounted and mounted
+again. Time is simulated, the volume is a whole one over a device in memory. The same saves are
+replayed with three kinds of knowledge:
 
     declared    keep_last, cadence and, with milestones, keep_every on each job's directory
     attributes  keep_last
@@ -21,23 +22,22 @@ import os
 import random
 import statistics
 import sys
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import trio
 from bench_retention_frameworks import ATTRIBUTES, FRAMEWORKS, Job, enter
 from bench_zoned import spread, table
-from trio.testing import MockClock
 
 from retainzfs.device import Geometry
 from retainzfs.device.memory import MemoryDevice
 from retainzfs.journal import metadata_zones
-from retainzfs.volume import Options, Volume
+from retainzfs.volume import Volume
 from retainzfs.zones import EMERGENCY_ZONES
+from tests.simulation import deterministic, options
 
-T = TypeVar("T")
 MIB = 1 << 20
 ZONE = 3 * MIB // 2  # so that the smallest generation is one that is worth a prediction
 ACTIVE, OPEN = 9, 8  # 6 active zones for data
@@ -78,23 +78,11 @@ class Result:
     milestones: (
         float  # share of the milestones, after the first two of a job, that began as anchors
     )
+    load: float  # live bytes at the peak, of the space for data
     overhead_zones: float
     write_amplification: float
     copied_bytes: int
     resets: int
-
-
-def deterministic(seed: int, function: Callable[..., Awaitable[T]], *arguments: Any) -> T:
-    """Run trio so that only the seed decides whose turn it is; time passes when all wait."""
-    trio._core._run._ALLOW_DETERMINISTIC_SCHEDULING = True  # type: ignore[misc]
-    trio._core._run._r.seed(seed)
-    return trio.run(function, *arguments, clock=MockClock(autojump_threshold=0))
-
-
-def options() -> Options:
-    return Options(
-        wall_ns=lambda: 10**18 + int(trio.current_time() * 1e9), monotonic_s=trio.current_time
-    )
 
 
 class Run:
@@ -108,6 +96,7 @@ class Run:
         self.duration_s = saves / sum(1 / job.cadence_s for job in self.jobs)
         self.history: dict[tuple[str, int], dict[str, Any]] = {}  # (job, number) → what is told
         self.overheads: list[float] = []  # zones, at regular times of the mount
+        self.load = 0.0
         self.logical = self.host = self.copied = self.resets = 0
         self.anchored: list[bool] = []  # of milestones: whether they began as anchors
 
@@ -133,12 +122,12 @@ class Run:
         return jobs
 
     def geometry(self) -> Geometry:
-        """Return a device on which what lives at the peak is the load."""
-        peak = 0
+        """Return a device of which what is kept in the end, and one save more, is the load."""
+        peak = max(job.size for job in self.jobs)
         for job in self.jobs:
-            generations = job.keep + 1 + self.framework.lag + self.framework.extra
+            generations = job.keep + self.framework.lag + self.framework.extra
             if job.every:
-                generations += int(self.duration_s / job.cadence_s / job.every)
+                generations += int((self.duration_s / job.cadence_s - PAUSE) / job.every)
             peak += generations * job.size
         data = math.ceil(peak / LOAD / ZONE) + EMERGENCY_ZONES
         return Geometry(ZONE, ZONE, data + metadata_zones(data), OPEN, ACTIVE)
@@ -191,6 +180,7 @@ class Run:
         self.overheads.clear()  # of the first mount
         while trio.current_time() < ends_s:
             totals = volume.table.totals
+            self.load = max(self.load, totals.live / sum(totals))
             self.overheads.append((totals.dead + totals.tail + totals.stranded) / ZONE)
             await trio.sleep(SAMPLE_S)
 
@@ -237,6 +227,7 @@ class Run:
             hinted=_share(map(_hinted, later)),
             near=_share(map(_near, later)),
             milestones=_share(self.anchored),
+            load=self.load,
             overhead_zones=statistics.mean(self.overheads),
             write_amplification=self.host / self.logical,
             copied_bytes=self.copied,
