@@ -76,13 +76,12 @@ class Job:
             ino = (await self.volume.setattr(known, size=0)).ino
         self.volume.open(ino)
         head, end = (text, b"") if text else _ends(name, size)
-        body = max(0, size - len(head) - len(end))
-        first = max(0, min(PIECE - len(head), body))
-        at = await self.volume.write(ino, 0, b"".join((head, _NOISE[:first])))
-        while at < len(head) + body:
-            piece = min(PIECE, len(head) + body - at)
-            await trio.sleep(self.save_s * piece / self.size)
-            at += await self.volume.write(ino, at, _NOISE[:piece])
+        at, stop = 0, max(len(head), size - len(end))
+        while at < stop:
+            piece = b"".join((head, _NOISE[: min(PIECE - len(head), stop - at - len(head))]))
+            await trio.sleep(self.save_s * len(piece) / self.size)
+            at += await self.volume.write(ino, at, piece)
+            head = b""
         await self.volume.write(ino, at, end)
         await self.volume.flush(ino)
         self.volume.close(ino)
