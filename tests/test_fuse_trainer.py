@@ -323,8 +323,8 @@ def test_only_the_incomplete_save_is_given_up_for_room(small: Live) -> None:
 def test_a_retry_without_truncation(small: Live, reopened: bool) -> None:
     """What was refused has to be written, no more: then the save counts."""
     run = Run(small.path / "run", "file")
-    run.save(1)
     data = trainer.noise(2)
+    (run.directory / "weights-1.msgpack").write_bytes(data)
     path = run.directory / "weights-2.msgpack"
     filler = leave(small, len(data) // 2)
     fd = os.open(path, os.O_WRONLY | os.O_CREAT)
