@@ -36,14 +36,15 @@ class Completion(Forecast):
         if one is not there that the generation before had.
         """
         record = self.namespace.generations.get(generation)
-        if record is None or record.state in (State.COMPLETE, state):
+        if record is None or record.state in (State.COMPLETE, State.RETIRED, state):
             return []
         stream = self._of[generation]
         members = self._members(generation)
         doubts = [inode.doubt for inode in members if inode.doubt]
         if doubts:
             return self.incomplete(generation, doubts[0])
-        if any(i.is_being_written and not lifetimes.is_tracker(i.name) for i in members):
+        written = any(i.is_being_written and not lifetimes.is_tracker(i.name) for i in members)
+        if written or self._is_unfinished(record):
             self.claimed.add(generation)
             return []
         missing = self._missing(stream, record)
@@ -68,6 +69,19 @@ class Completion(Forecast):
         self.claimed.discard(generation)
         return [record, *self.refreshed(stream, record), *self.remembered(stream)]
 
+    def _is_unfinished(self, record: layout.GenerationRecord) -> bool:
+        """Whether NeMo says, by a file beside it, that a generation is being saved or deleted."""
+        beside = self.namespace.get(record.stream).entries or {}
+        names = self.names_of(record.generation)
+        return any(lifetimes.unfinished_marker(name) in beside for _, name in names)
+
+    def unfinished_by(self, directory: int, name: bytes) -> int:
+        """Return the generation of which a file of this name says that; 0: of none."""
+        stem = name.removesuffix(lifetimes.markers.UNFINISHED)
+        if stem == name:
+            return 0
+        return self.known(directory, stem) or self.known(directory, stem + b".ckpt")
+
     def _missing(self, stream: Stream, record: layout.GenerationRecord) -> set[bytes]:
         """Return the stems of single files that the generation before had and this one lacks."""
         stems = self._stems(record)
@@ -76,11 +90,11 @@ class Completion(Forecast):
     def _stems(self, record: layout.GenerationRecord) -> dict[bytes, int]:
         """Return the stem of each single file of a generation, and its size."""
         stems: dict[bytes, int] = {}
-        for inode in self._members(record.generation):
-            if inode.parent == record.stream:
-                match = self.match_of(record.stream, inode)
-                if match is not None and not match.temporary:
-                    stems[match.stem] = inode.size
+        for directory, name in self.names_of(record.generation):
+            inode = self.namespace.child(directory, name)
+            match = self.context(directory, name).match
+            if inode.is_file and match is not None and not match.temporary:
+                stems[match.stem] = inode.size
         return stems
 
     def _measure(self, stream: Stream, record: layout.GenerationRecord) -> None:
@@ -139,7 +153,7 @@ class Completion(Forecast):
     def incomplete(self, generation: int, reason: str) -> list[layout.Record]:
         """Something speaks against the generation being complete: it does not count."""
         record = self.namespace.generations.get(generation)
-        if record is None:
+        if record is None or record.state == State.RETIRED:
             return []
         self.claimed.discard(generation)
         self.reasons[generation] = reason
@@ -183,7 +197,7 @@ class Completion(Forecast):
         if inode.judged != inode.writes:
             return []
         record = self.namespace.generations.get(inode.generation)
-        if record is None or record.state == State.WRITING:
+        if record is None or record.state in (State.WRITING, State.RETIRED):
             return []
         return [self._writing(record)]
 

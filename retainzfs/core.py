@@ -100,6 +100,7 @@ class Core:
         self.nursery = nursery
         self._clock_base_s = recovered.clock_s - options.monotonic_s()
         self.retention = Retention(self.namespace, self.now_s, Configured(options.streams))
+        self.namespace.count_links()
         self.retention.restore()
         self.table = recovery.rebuild_table(device, self.namespace, self.retention)
         self.trouble = Trouble(device, self.table, self.namespace, nursery, self.now_s)
@@ -171,8 +172,11 @@ class Core:
             for ino in recovered.orphans:
                 volume.discard(volume.namespace.get(ino))
             for record in list(volume.namespace.generations.values()):
-                closed = recovered.clean and volume.retention.closed(record.generation)
-                if record.state == State.WRITING and not closed:
+                if record.generation not in volume.retention.members:
+                    volume.committer.log(record._replace(state=State.DELETED))
+                elif record.state == State.WRITING and not (
+                    recovered.clean and volume.retention.closed(record.generation)
+                ):
                     ended = "the mount ended while it was being written"
                     records = volume.retention.incomplete(record.generation, ended)
                     volume.committer.log_each(records)
@@ -257,10 +261,17 @@ class Core:
         self.committer.log(layout.FreeRecord(inode.ino), *records)
 
     def left(self, inode: Inode) -> list[layout.Record]:
-        """Return the records of an inode that leaves its generation; the last one ends it."""
-        records = self.retention.left(inode.generation, inode.ino)
-        if records:
-            self.lanes.close(inode.generation)
+        """Return the records of an inode that leaves its generations; the last one ends them."""
+        return self.belongs(inode, set())
+
+    def belongs(self, inode: Inode, generations: set[int]) -> list[layout.Record]:
+        """Return the records of an inode that is in these generations from now on, no others."""
+        records: list[layout.Record] = []
+        for generation in self.retention.joins(inode, generations):
+            ended = self.retention.left(generation, inode.ino)
+            if ended:
+                self.lanes.close(generation)
+            records += ended
         return records
 
     def _tell_of_losses(self) -> None:

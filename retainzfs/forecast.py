@@ -8,9 +8,9 @@ from statistics import median
 
 from retainzfs import layout, lifetimes, streams
 from retainzfs.config import Configured
-from retainzfs.contexts import Contexts
 from retainzfs.lanes import Hint
-from retainzfs.namespace import ROOT, Inode, Namespace
+from retainzfs.membership import Membership
+from retainzfs.namespace import Inode, Namespace
 from retainzfs.streams import State, Stream
 from retainzfs.zones import Kind
 
@@ -19,7 +19,7 @@ STATED = (b"anchor=", b"keep_every=", b"retire=")  # origins of what was not lef
 E_PER_CADENCE = 4.0  # placement's constants are in quarters of a cadence
 
 
-class Forecast(Contexts):
+class Forecast(Membership):
     def __init__(
         self,
         namespace: Namespace,
@@ -28,20 +28,8 @@ class Forecast(Contexts):
     ) -> None:
         super().__init__(namespace, configured)
         self.now_s = now_s
-        self.streams: dict[int, list[Stream]] = {}  # of a directory
-        self.members: dict[int, set[int]] = {}  # generation → inodes
         self.announced: dict[int, dict[int, int]] = {}  # generation → inode → promised size
         self._unit: float | None = None
-        self._of: dict[int, Stream] = {}  # generation → its stream
-
-    def all_streams(self) -> Iterator[Stream]:
-        for here in self.streams.values():
-            yield from here
-
-    def records(self, stream: Stream) -> list[layout.GenerationRecord]:
-        """Return the generations of a stream; one that is just being born has no record yet."""
-        known = self.namespace.generations
-        return [known[g] for g in stream.numbers.values() if g in known]
 
     def cadence_of(self, stream: Stream) -> float | None:
         """Return the seconds between saves, declared or learned."""
@@ -163,7 +151,7 @@ class Forecast(Contexts):
         return Hint(kind, record.retire, size)
 
     def announce(self, inode: Inode, size: int) -> None:
-        """A file grew to its size before its bytes came (ftruncate)."""
+        """A file grew to its size before its bytes came (ftruncate, posix_fallocate)."""
         if inode.generation:
             self.announced.setdefault(inode.generation, {})[inode.ino] = size
 
@@ -174,33 +162,6 @@ class Forecast(Contexts):
             known = [c for c in cadences if c]
             self._unit = (median(known) if known else CADENCE_GUESS_S) / E_PER_CADENCE
         return self._unit
-
-    # What a generation consists of
-
-    def tops(self, record: layout.GenerationRecord) -> list[Inode]:
-        """Return what a generation consists of directly below its stream: a directory, or files."""
-        tops: dict[int, Inode] = {}
-        for ino in sorted(self.members.get(record.generation, ())):
-            inode = self.namespace.inodes.get(ino)
-            while inode is not None and inode.parent != record.stream and inode.ino != ROOT:
-                if record.stream == inode.ino:
-                    break
-                inode = self.namespace.inodes.get(inode.parent)
-            if inode is not None and inode.ino != ROOT:
-                tops[inode.ino] = inode
-        return list(tops.values())
-
-    def match_of(self, directory: int, top: Inode) -> lifetimes.Match | None:
-        name = self.namespace.components(top.ino)[-1]
-        return self.context(directory, name).match
-
-    def names_of(self, generation: int) -> list[tuple[int, bytes]]:
-        """Return (directory, name) of everything that a generation consists of."""
-        record = self.namespace.generations[generation]
-        numbers = {inode.ino for inode in self.tops(record)}
-        stream = self.namespace.inodes.get(record.stream)
-        entries = (stream.entries if stream is not None else None) or {}
-        return [(record.stream, name) for name, ino in entries.items() if ino in numbers]
 
 
 def _same(a: float, b: float) -> bool:

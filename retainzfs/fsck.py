@@ -163,6 +163,11 @@ def _log(recovered: recovery.Recovered) -> Iterator[Finding]:
     if recovered.orphans:
         text = f"{len(recovered.orphans)} files were deleted while open; a mount frees them"
         yield Finding(text, damage=False)
+    limbo = recovered.namespace.limbo
+    if limbo is not None:
+        count = len(limbo.entries or ())
+        text = f"{count} files or trees were reaped and are not yet freed; a mount frees them"
+        yield Finding(text, damage=False)
 
 
 def structure(device: Device, namespace: Namespace) -> Iterator[str]:

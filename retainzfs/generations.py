@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,7 +21,9 @@ def _streams(retention: Retention, ino: int) -> Iterator[Stream]:
     namespace = retention.namespace
     for stream in sorted(retention.all_streams(), key=lambda s: s.ino):
         inode = namespace.inodes.get(stream.ino)
-        if inode is not None and namespace.below(inode, ino):
+        if inode is None or namespace.removed(inode):
+            continue
+        if namespace.below(inode, ino):
             yield stream
 
 
@@ -29,9 +32,13 @@ def table(retention: Retention, ino: int) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for stream in _streams(retention, ino):
         retired = _retired(retention, stream)
+        kept = retention.kept(stream) if retired else {}
         for _, generation in sorted(stream.numbers.items()):
             record = retention.namespace.generations[generation]
-            rows.append(_row(retention, record, generation in retired))
+            row = _row(retention, record, generation in retired.difference(kept))
+            if generation in retired and generation in kept:
+                row["origin"] += f"; kept: {kept[generation]}"
+            rows.append(row)
     return rows
 
 
@@ -84,8 +91,9 @@ def _row(
     namespace = retention.namespace
     inodes = [namespace.get(i) for i in retention.members.get(record.generation, ())]
     zones = {e.run.zone for i in inodes for e in i.extents if e.run.zone >= 0}
-    tops = retention.tops(record)
-    path = namespace.path(tops[0].ino if tops else record.stream)
+    path = namespace.path(record.stream)
+    for directory, name in retention.names_of(record.generation)[:1]:
+        path = os.path.join(namespace.path(directory), os.fsdecode(name))
     return {
         "number": record.number,
         "path": path,
@@ -121,6 +129,7 @@ def explain(retention: Retention, inode: Inode) -> dict[str, Any]:
     }
     record = retention.record_of(inode)
     finite = record is not None and math.isfinite(record.retire)
+    kept = retention.why_kept(record) if record is not None else None
     return {
         "path": namespace.path(inode.ino),
         "class": policy.file_class.value,
@@ -132,7 +141,7 @@ def explain(retention: Retention, inode: Inode) -> dict[str, Any]:
         "birth_epoch": None if record is None else record.birth,
         "retire_epoch": record.retire if record is not None and finite else None,
         "anchor": record is not None and math.isinf(record.retire),
-        "origin": _origin(record, context, policy),
+        "origin": _origin(record, context, policy) + (f"; kept: {kept}" if kept else ""),
         "reason": None if record is None else retention.reasons.get(record.generation),
         "presumed": record is not None and record.state == State.PRESUMED,
     }

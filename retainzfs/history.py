@@ -14,7 +14,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from statistics import median
+from statistics import mean, median
 from typing import Any, NamedTuple
 
 from retainzfs import lifetimes
@@ -110,9 +110,11 @@ class History:
         lives = [saves - stated for saves, stated in self.lives if bool(stated) == bool(keep)]
         if len(lives) < LIVES_LEAST:
             return None
+        # The mean of those near the median: a program that deletes now before a save and now
+        # behind it makes the median itself jump by a save.
         middle = median(lives)
-        near = sum(abs(life - middle) <= SPREAD for life in lives)
-        return middle + (keep or 0) if 4 * near >= 3 * len(lives) else None
+        near = [life for life in lives if abs(life - middle) <= SPREAD]
+        return mean(near) + (keep or 0) if 4 * len(near) >= 3 * len(lives) else None
 
     def every(self, kept: Collection[int]) -> int | None:
         """Return N when the numbers that were kept, older than what was deleted, are multiples

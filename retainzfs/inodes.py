@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from retainzfs import layout
 from retainzfs.errors import RetainzError
+from retainzfs.layout import BLOCK
 
 Span = tuple[int, int]  # blocks [start, end) of a file
 
@@ -116,6 +117,12 @@ class Inode:
     @property
     def is_being_written(self) -> bool:
         return self.handles > 0 and self.judged != self.writes
+
+    @property
+    def ends_in_hole(self) -> bool:
+        """Whether the size was announced, by ftruncate(2) or posix_fallocate(3), before bytes."""
+        end = self.extents[-1].end if self.extents else bool(self.content)
+        return self.size > end * BLOCK
 
     def find(self, block: int) -> int:
         """Return the index of the first extent that ends behind `block`."""

@@ -9,22 +9,21 @@ import stat
 from collections.abc import Iterator
 
 from retainzfs import layout, lifetimes
-from retainzfs.core import GROWTH, RESERVE, Core
+from retainzfs.core import GROWTH, RESERVE
 from retainzfs.errors import RetainzError
 from retainzfs.lifetimes import FileClass
-from retainzfs.namespace import FSError, Inode
+from retainzfs.namespace import LIMBO, ROOT, FSError, Inode
+from retainzfs.removal import Removal
 from retainzfs.streams import State
 
 RENAME_NOREPLACE = 1
 RENAME_EXCHANGE = 2
 LINK_MAX = 65000
-TREE_MAX = 100  # names that are removed as one operation; their records fit into any batch
-
 
 log = logging.getLogger(__name__)
 
 
-class Names(Core):
+class Names(Removal):
     """Operations on names; `Volume` adds those on bytes and attributes."""
 
     async def make(
@@ -70,6 +69,8 @@ class Names(Core):
             self.retention.sighted(parent, name)
         elif begins:
             self._begun(generation)
+        held = self.retention.unfinished_by(parent, name)
+        self.committer.log_each(self.retention.incomplete(held, "it is called unfinished"))
         return inode
 
     async def link(self, ino: int, parent: int, name: bytes) -> Inode:
@@ -83,13 +84,24 @@ class Names(Core):
         if inode.nlink >= LINK_MAX:
             raise FSError(errno.EMLINK, self.namespace.path(ino))
         now = self.options.wall_ns()
+        was = self.namespace.generations.get(inode.generation)
+        generation, born = self._linked(inode, (parent, name))
+        described = self.namespace.describe(inode)
         self.committer.log(
-            self.namespace.describe(inode)._replace(
-                nlink=inode.nlink + 1, ctime_ns=now, parent=parent
-            ),
+            *born,
             layout.LinkRecord(parent, name, ino),
+            described._replace(
+                nlink=inode.nlink + 1, ctime_ns=now, generation=generation, parent=parent
+            ),
             self._touched(directory, now),
         )
+        for record in born:
+            if isinstance(record, layout.GenerationRecord):
+                self._begun(record.generation)
+        known = self.retention.known(parent, name)
+        whole = (State.COMPLETE, State.PRESUMED)
+        if was is None or was.state in whole or was.generation == known:
+            self._arrived(inode, (parent, name))
         return inode
 
     async def unlink(self, parent: int, name: bytes) -> None:
@@ -103,8 +115,11 @@ class Names(Core):
             *self.retention.unmarked(parent, name),
             layout.UnlinkRecord(parent, name),
             self._touched(self.namespace.get(parent), now),
-            *self._unlinked(inode, now),
+            *self._unlinked(inode, now, (parent, name)),
         )
+        held = self.retention.unfinished_by(parent, name)
+        if held in self.retention.claimed:
+            self.completed(held)
 
     async def rmdir(self, parent: int, name: bytes) -> None:
         await self._admit()
@@ -118,7 +133,7 @@ class Names(Core):
         self.committer.log(
             layout.UnlinkRecord(parent, name),
             self._touched(self.namespace.get(parent), now, links=-1),
-            *self._unlinked(inode, now),
+            *self._unlinked(inode, now, (parent, name)),
         )
 
     def entries(self, ino: int) -> list[tuple[bytes, int]]:
@@ -126,44 +141,13 @@ class Names(Core):
 
         `rm -r` deletes in this order; a crash in its middle must not leave what looks complete.
         """
-        names = list(self.namespace.directory(ino).items())
+        names = [
+            item
+            for item in self.namespace.directory(ino).items()
+            if ino != ROOT or item[0] != LIMBO
+        ]
         names.sort(key=lambda item: not lifetimes.is_marker(item[0]))
         return names
-
-    def remove_tree(self, parent: int, name: bytes) -> None:
-        """Remove a name with everything below it, as one operation: a reader, or a crash, finds
-        the whole tree or none of it. Only of a tree that is too large for one batch parts go
-        first, completion markers before all."""
-        top = self.namespace.child(parent, name)
-        below = list(self._below(top))
-        if len(below) > TREE_MAX:
-            below.reverse()  # what is in a directory before the directory
-            below.sort(key=lambda found: not (found[0].is_file and lifetimes.is_marker(found[2])))
-            for part in below:
-                self._remove([part])
-            below = []
-        self._remove([(top, parent, name), *below])
-
-    def _remove(self, found: list[tuple[Inode, int, bytes]]) -> None:
-        """Remove names, and what has no other, as one operation; the first one holds the rest."""
-        now = self.options.wall_ns()
-        top, parent, name = found[0]
-        records: list[layout.Record] = [
-            layout.UnlinkRecord(parent, name),
-            self._touched(self.namespace.get(parent), now, links=-int(top.is_dir)),
-        ]
-        # A directory that somebody has open stays; nobody finds in it what is gone.
-        records += [
-            layout.UnlinkRecord(directory, below)
-            for _, directory, below in found[1:]
-            if self.namespace.get(directory).handles
-        ]
-        names: dict[int, int] = {}
-        for inode, _, _ in found:
-            names[inode.ino] = names.get(inode.ino, 0) + 1
-        for ino, count in names.items():
-            records += self._unlinked(self.namespace.get(ino), now, count)
-        self.committer.log(*records)
 
     def _below(self, top: Inode) -> Iterator[tuple[Inode, int, bytes]]:
         """Yield (inode, directory, name) for every name below, a directory before its names."""
@@ -225,14 +209,12 @@ class Names(Core):
         flags: int,
     ) -> None:
         where = os.fsdecode(new_name)
-        if not self.namespace.get(new_parent).nlink:
+        if self.namespace.removed(self.namespace.get(new_parent)):
             raise FSError(errno.ENOENT, where, "its directory was removed")
         if flags & ~(RENAME_NOREPLACE | RENAME_EXCHANGE):
             raise FSError(errno.EINVAL, where, f"unknown rename flags {flags:#x}")
         if len(new_name) > layout.NAME_MAX:
             raise FSError(errno.ENAMETOOLONG, where)
-        if self.namespace.get(new_parent).nlink == 0:
-            raise FSError(errno.ENOENT, where, "its directory was removed")
         if flags & RENAME_NOREPLACE and target is not None:
             raise FSError(errno.EEXIST, where)
         if flags & RENAME_EXCHANGE and target is None:
@@ -273,7 +255,7 @@ class Names(Core):
         described = self.namespace.describe(source)
         records.append(described._replace(parent=new[0], ctime_ns=now))
         if target is not None:
-            records += self._unlinked(target, now)
+            records += self._unlinked(target, now, new)
         self.committer.log(*records)
 
     def _exchange(
@@ -304,30 +286,11 @@ class Names(Core):
             raise FSError(errno.ENAMETOOLONG, os.fsdecode(name))
         entries = self.namespace.directory(parent)
         directory = self.namespace.get(parent)
-        if directory.nlink == 0:
+        if self.namespace.removed(directory):
             raise FSError(errno.ENOENT, os.fsdecode(name), "its directory was removed")
         if name in entries:
             raise FSError(errno.EEXIST, os.fsdecode(name))
         return directory
-
-    def _touched(self, directory: Inode, now_ns: int, links: int = 0) -> layout.InodeRecord:
-        record = self.namespace.describe(directory)
-        return record._replace(mtime_ns=now_ns, ctime_ns=now_ns, nlink=record.nlink + links)
-
-    def _unlinked(self, inode: Inode, now_ns: int, names: int = 1) -> list[layout.Record]:
-        """Return the records for a name less; the last one takes the bytes along, unless the
-        inode is in use."""
-        left = 0 if inode.is_dir else inode.nlink - names
-        if inode.is_dir:
-            self.retention.forget(inode)
-        record = self.namespace.describe(inode)._replace(nlink=left, ctime_ns=now_ns)
-        records: list[layout.Record] = [record]
-        if left == 0 and not inode.in_use:
-            self.committer.forget(inode)
-            records.append(layout.FreeRecord(inode.ino))
-        if left == 0:
-            records += self.left(inode)
-        return records
 
     def syncs(self, inode: Inode) -> bool:
         """Whether close and rename of the inode return only when it is durable."""
@@ -367,11 +330,20 @@ class Names(Core):
         was = self.retention.context(*old).match
         if was is not None and was.temporary and was.final == new[1] and old[0] == new[0]:
             # Even if the final name alone would not be recognised.
-            for generation in {i.generation for i, *_ in self._files(source, *new)} - {0}:
+            files = [inode for inode, *_ in self._files(source, *new) if inode.nlink == 1]
+            generations = {inode.generation for inode in files} | {self.retention.known(*old)}
+            for generation in generations - {0}:
                 self.completed(generation)
             return
         for inode, parent, name in self._files(source, *new):
             if self.retention.owns(inode):
+                continue
+            if inode.nlink > 1:
+                generation, born = self._linked(inode, (parent, name))
+                described = self.namespace.describe(inode)
+                self.committer.log(*born, described._replace(generation=generation))
+                generation, left = self._left_with(inode, ())
+                self.committer.log(described._replace(generation=generation), *left)
                 continue
             generation, records = self.retention.assign(parent, name, again=False)
             if generation == inode.generation:
@@ -383,13 +355,17 @@ class Names(Core):
             self.retention.joined(inode)
             if generation and begins:
                 self._begun(generation)
-        now = self.retention.context(*new).match
-        if now is None or now.temporary:
+        self._arrived(source, new, renamed=was is not None and not was.temporary)
+
+    def _arrived(self, inode: Inode, place: tuple[int, bytes], *, renamed: bool = False) -> None:
+        """What was written elsewhere, or under a temporary name, has its final one: it is whole.
+        Not what has only been `renamed` from one final name to another, but for a marker."""
+        match = self.retention.context(*place).match
+        if match is None or match.temporary:
             return
-        itself = now.depth == len(self.namespace.components(new[0]))
-        arrived = itself and (was is None or was.temporary)
-        if arrived or (source.is_file and self.retention.marked(*new)):
-            self.completed(self.retention.known(*new))
+        itself = match.depth == len(self.namespace.components(place[0]))
+        if (itself and not renamed) or (inode.is_file and self.retention.marked(*place)):
+            self.completed(self.retention.known(*place))
 
     def _files(self, inode: Inode, parent: int, name: bytes) -> Iterator[tuple[Inode, int, bytes]]:
         found = ((inode, parent, name), *self._below(inode))
@@ -428,21 +404,55 @@ class Names(Core):
         """
         try:
             await self.committer.commit()
+            await self._ask_for_best(generation)
             due = frozenset(self.retention.reapable(generation))
             # Asked anew each time: meanwhile a name may be another's, or a generation kept.
             while (first := next(self._retired(generation, due), None)) is not None:
-                parent, name = first
-                log.info("reaping %s/%s", self.namespace.path(parent), os.fsdecode(name))
-                self.remove_tree(parent, name)
-                await self.reaped(parent, name)
+                await self._reap_one(*first)
+            await self.clear()
         except RetainzError as error:
             log.warning("reaping is left to the next save: %s", error)
 
-    def _retired(self, generation: int, due: frozenset[int]) -> Iterator[tuple[int, bytes]]:
+    async def _reap_one(self, retired: int, names: list[tuple[int, bytes]]) -> None:
+        """Remove a generation. Nothing of it is freed before its names are forgotten everywhere."""
+        fading = self.namespace.fading
+        tops = {self.namespace.child(parent, name).ino for parent, name in names}
+        fading |= tops
+        try:
+            for parent, name in names:
+                log.info("reaping %s/%s", self.namespace.path(parent), os.fsdecode(name))
+            self.remove_trees(names, *self.retention.retire(retired))
+            for parent, name in names:
+                await self.reaped(parent, name)
+        finally:
+            fading -= tops
+
+    async def _ask_for_best(self, generation: int) -> None:
+        """Read what a complete generation's trainer says is the best one of its stream."""
+        if generation not in self.namespace.generations:
+            return
+        for parent, name in self.retention.names_of(generation):
+            top = self.namespace.child(parent, name)
+            ino = (top.entries or {}).get(lifetimes.markers.TRAINER_STATE)
+            if ino is None:
+                continue
+            head = await self.reader.read(
+                self.namespace.get(ino), 0, lifetimes.markers.TRACKER_LENGTH_MAX
+            )
+            best = lifetimes.markers.best(bytes(head))
+            if best is None:
+                self.retention.best.pop(parent, None)
+            else:
+                self.retention.best[parent] = best
+
+    def _retired(
+        self, generation: int, due: frozenset[int]
+    ) -> Iterator[tuple[int, list[tuple[int, bytes]]]]:
+        """Yield (generation, its names) of what the stream keeps no longer."""
         for retired in self.retention.reapable(generation):
-            if retired in due:
-                self.retention.reaping.add(retired)
-                yield from self.retention.names_of(retired)
+            names = self.retention.names_of(retired)
+            if retired in due and names:
+                yield retired, names
 
     async def reaped(self, parent: int, name: bytes) -> None:
         """A name is gone without anybody having asked; whoever caches names overrides this."""

@@ -12,6 +12,8 @@ Invariants
 - `shadow` holds what the journal still says about the ranges in `dirty`: the extents that were
   overwritten in memory and not yet in the log. A crash brings them back, so their bytes stay live.
 - `content` holds the bytes of block 0 when no extent does.
+- What lies in limbo has no names for anybody: `directory` is empty there. Only a tree that is
+  `fading` is whole: who has met its name a moment ago shall find all of it.
 """
 
 from __future__ import annotations
@@ -27,9 +29,22 @@ from retainzfs.errors import FSError, RetainzError
 from retainzfs.inodes import Extent, Inode, Run, Spans
 from retainzfs.layout import BLOCK
 
-__all__ = ["ROOT", "Extent", "FSError", "Inode", "Ledger", "Namespace", "Run", "map_record"]
+__all__ = [
+    "LIMBO",
+    "ROOT",
+    "Extent",
+    "FSError",
+    "Inode",
+    "Ledger",
+    "Namespace",
+    "Run",
+    "map_record",
+]
 
 ROOT = 1
+# In the root: the directory of trees that were removed and are not yet freed. Nobody meets it: a
+# mount answers to this name with its control directory.
+LIMBO = b".retainz"
 
 
 class Ledger(Protocol):
@@ -55,6 +70,9 @@ class Namespace:
         self.version = 0  # of everything that a path or an inherited attribute depends on
         self.fresh = 0  # extents that were mapped and that the journal does not know yet
         self.lenient = False  # replaying what a fuzzy snapshot may already have outlived
+        # Names of files that have several, in the order in which they came.
+        self.links: dict[int, dict[tuple[int, bytes], None]] = {}
+        self.fading: set[int] = set()  # tops in limbo whose names somebody may still have
         self.ledger: Ledger | None = None
         self.lost: Callable[[Inode], None] = lambda inode: None  # hears of bytes that are lost
         self._apply = {
@@ -83,10 +101,24 @@ class Namespace:
         return inode
 
     def directory(self, ino: int) -> dict[bytes, int]:
+        """Return the names in a directory, none once they are being freed. Raises FSError."""
         inode = self.get(ino)
         if inode.entries is None:
             raise FSError(errno.ENOTDIR, self.path(ino))
+        if self.removed(inode) and not any(self.below(inode, top) for top in self.fading):
+            return {}
         return inode.entries
+
+    def removed(self, inode: Inode) -> bool:
+        """Whether nothing leads to the inode any more."""
+        return not inode.nlink or (self.limbo is not None and self.below(inode, self.limbo.ino))
+
+    @property
+    def limbo(self) -> Inode | None:
+        root = self.inodes.get(ROOT)
+        ino = root.entries.get(LIMBO) if root is not None and root.entries else None
+        inode = self.inodes.get(ino) if ino is not None else None
+        return inode if inode is not None and inode.is_dir else None
 
     def child(self, parent: int, name: bytes) -> Inode:
         ino = self.directory(parent).get(name)
@@ -110,6 +142,35 @@ class Namespace:
 
     def path(self, ino: int) -> str:
         return "/" + "/".join(map(os.fsdecode, self.components(ino)))
+
+    def names(self, inode: Inode) -> list[tuple[int, bytes]]:
+        """Return the names of a file as (directory, name); of a directory its one."""
+        known = self.links.get(inode.ino)
+        if known is not None:
+            return list(known)
+        if self._leads(inode):
+            return [(inode.parent, inode.name)]
+        parent = self.inodes.get(inode.parent)
+        entries = (parent.entries if parent is not None else None) or {}
+        return [(inode.parent, name) for name, ino in entries.items() if ino == inode.ino]
+
+    def _leads(self, inode: Inode) -> bool:
+        """Whether its newest name still leads to the inode."""
+        parent = self.inodes.get(inode.parent)
+        return parent is not None and (parent.entries or {}).get(inode.name) == inode.ino
+
+    def count_links(self) -> None:
+        """Note the names of all inodes, after a replay; `apply` follows from then on."""
+        self.links = {i.ino: {} for i in self.inodes.values() if i.nlink > 1 and not i.is_dir}
+        for directory in self.inodes.values():
+            for name, ino in (directory.entries or {}).items():
+                inode = self.inodes[ino]
+                if ino in self.links:
+                    self.links[ino][directory.ino, name] = None
+                elif not inode.is_dir:
+                    inode.parent = directory.ino  # that of its newest name may be gone
+                if inode.parent == directory.ino:
+                    inode.name = name
 
     def below(self, inode: Inode, ancestor: int) -> bool:
         while inode.ino != ROOT:
@@ -201,6 +262,7 @@ class Namespace:
             self.drop(inode, 0, _FOREVER)
             self.drop_shadow(inode)
             self.fresh -= inode.fresh
+            self.links.pop(record.ino, None)
             del self.inodes[record.ino]
 
     def _link(self, record: layout.LinkRecord) -> None:
@@ -209,8 +271,15 @@ class Namespace:
             return
         if parent.entries is None:
             raise ValueError(f"inode {record.parent} has a name in it and is no directory")
-        parent.entries[record.name] = record.ino
         child = self.inodes.get(record.ino)
+        place = record.parent, record.name
+        self.links.get(parent.entries.get(record.name, 0), {}).pop(place, None)
+        if child is not None and not child.is_dir:
+            if record.ino not in self.links and self._leads(child):
+                self.links[record.ino] = {(child.parent, child.name): None}
+            if record.ino in self.links:
+                self.links[record.ino][place] = None
+        parent.entries[record.name] = record.ino
         if child is not None:
             child.name = record.name
             self.version += child.is_dir
@@ -221,7 +290,8 @@ class Namespace:
             return
         if parent.entries is None or (record.name not in parent.entries and not self.lenient):
             raise ValueError(f"inode {record.parent} has no name {record.name!r} to remove")
-        parent.entries.pop(record.name, None)
+        ino = parent.entries.pop(record.name, 0)
+        self.links.get(ino, {}).pop((record.parent, record.name), None)
 
     def _set_xattr(self, record: layout.XattrRecord) -> None:
         inode = self._known(record.ino)

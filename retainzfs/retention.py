@@ -7,21 +7,19 @@ Nothing here touches bytes; a mistake costs placement, not data.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 
 from retainzfs import layout, lifetimes, streams
-from retainzfs.completion import Completion
 from retainzfs.config import Configured
 from retainzfs.history import Ended
 from retainzfs.lifetimes import FileClass
-from retainzfs.namespace import ROOT, Inode, Namespace
+from retainzfs.namespace import Inode, Namespace
+from retainzfs.reaping import Reaping
 from retainzfs.sightings import Series, Sightings
 from retainzfs.streams import State, Stream
 
-YOUNG = 2  # births until which a stream may find that its generations have several files
 
-
-class Retention(Completion):
+class Retention(Reaping):
     def __init__(
         self,
         namespace: Namespace,
@@ -35,22 +33,21 @@ class Retention(Completion):
     def restore(self) -> None:
         """Derive streams and members from the namespace, after a replay."""
         for inode in self.namespace.inodes.values():
-            if inode.generation and inode.is_file:
+            if inode.generation and inode.is_file and inode.ino not in self.namespace.links:
                 self.members.setdefault(inode.generation, set()).add(inode.ino)
             stored = (inode.xattrs or {}).get(streams.STORED)
             if stored is not None:
                 self.streams[inode.ino] = streams.loads(inode.ino, stored)
                 for stream in self.streams[inode.ino]:
                     self._know(stream)
+        waiting: list[layout.GenerationRecord] = []  # those of which all files have other names
         for record in sorted(self.namespace.generations.values(), key=lambda r: r.generation):
-            stream = self._restored(record)
-            stream.numbers[record.number] = record.generation
-            self._of[record.generation] = stream
-            if record.state == State.INCOMPLETE:
-                self.reasons[record.generation] = "it was not complete at the last unmount"
-                stream.history.fail(record.generation)
-            elif record.birth <= self.now_s():
-                stream.history.begin(record.generation, record.birth)
+            if record.generation not in self.members:
+                waiting.append(record)
+            elif record.state != State.RETIRED:
+                self._restored(record, self.names_of(record.generation))
+        for ino in self.namespace.links:
+            self._restore_link(self.namespace.get(ino), waiting)
         for stream in self.all_streams():
             gone = stream.predicted.keys() - stream.numbers.values()
             for generation in gone:
@@ -58,13 +55,34 @@ class Retention(Completion):
             for record in reversed(self.counted(stream)):
                 self._measure(stream, record)
 
-    def _restored(self, record: layout.GenerationRecord) -> Stream:
-        """Return the stream of a generation by the names that it has."""
-        series = set()
-        for top in self.tops(record):
-            match = self.match_of(record.stream, top)
-            if match is not None:
-                series.add(match.series)
+    def _restore_link(self, inode: Inode, waiting: list[layout.GenerationRecord]) -> None:
+        """Let a file with several names be in the generations of all of them."""
+        found: set[int] = set()
+        for place in () if self.owns(inode) or not inode.is_file else self.visible(inode):
+            context = self.context(*place)
+            if context.match is None or context.policy.file_class is not FileClass.CHECKPOINT:
+                continue
+            named = context.stream, context.match.number
+            here = [r for r in waiting if (r.stream, r.number) == named]
+            if not self.known(*place) and here:
+                record = max(here, key=lambda r: r.generation == inode.generation)
+                waiting.remove(record)
+                self._restored(record, [place])
+            found.add(self.known(*place))
+        found.discard(0)
+        if not found and inode.generation in self.namespace.generations:
+            found = {inode.generation}
+            record = self.namespace.generations[inode.generation]
+            if record.state != State.RETIRED and inode.generation not in self._of:
+                self._restored(record, [])
+        self.joins(inode, found)
+
+    def _restored(
+        self, record: layout.GenerationRecord, names: Iterable[tuple[int, bytes]]
+    ) -> None:
+        """A generation has these names: they tell its stream."""
+        matches = [self.context(*place).match for place in names]
+        series = {match.series for match in matches if match is not None}
         here = self.streams.setdefault(record.stream, [])
         for stream in here:
             if stream.series & series or not series:
@@ -73,20 +91,13 @@ class Retention(Completion):
             stream = Stream(record.stream)
             here.append(stream)
         stream.series |= series
-        return stream
-
-    def _find(self, directory: int, match: lifetimes.Match) -> Stream | None:
-        """Return the stream that a name belongs to, if there is one."""
-        here = self.streams.get(directory, [])
-        for stream in here:
-            if match.series in stream.series:
-                return stream
-        for stream in here:
-            # The second file of a save, like the optimizer's: no other job begins just now.
-            young = len(stream.history.births) <= YOUNG
-            if young and match.number == stream.newest:
-                return stream
-        return None
+        stream.numbers[record.number] = record.generation
+        self._of[record.generation] = stream
+        if record.state == State.INCOMPLETE:
+            self.reasons[record.generation] = "it was not complete at the last unmount"
+            stream.history.fail(record.generation)
+        elif record.birth <= self.now_s():
+            stream.history.begin(record.generation, record.birth)
 
     def _stream(self, directory: int, match: lifetimes.Match) -> Stream:
         stream = self._find(directory, match)
@@ -104,6 +115,7 @@ class Retention(Completion):
     def forget(self, inode: Inode) -> None:
         """A directory was removed."""
         self.streams.pop(inode.ino, None)
+        self.best.pop(inode.ino, None)
         self.series.pop(inode.ino, None)
         self._contexts.pop(inode.ino, None)
 
@@ -128,22 +140,6 @@ class Retention(Completion):
                 return known, [self._writing(record)]
             return known, []
         return self._born(stream, context.match.number, context.policy)
-
-    def known(self, directory: int, name: bytes) -> int:
-        """Return the generation that a name belongs to, 0 when nothing was written of it."""
-        context = self.context(directory, name)
-        if context.match is None:
-            return 0
-        stream = self._find(context.stream, context.match)
-        return 0 if stream is None else stream.numbers.get(context.match.number, 0)
-
-    def record_of(self, inode: Inode) -> layout.GenerationRecord | None:
-        """Return the generation that a file belongs to, or that a directory is the top of."""
-        generation = inode.generation
-        if inode.is_dir:
-            names = self.namespace.components(inode.ino)
-            generation = self.known(inode.parent, names[-1]) if names else 0
-        return self.namespace.generations.get(generation)
 
     def owns(self, inode: Inode) -> bool:
         """Whether the file is a generation by its own attributes, whatever its name."""
@@ -182,6 +178,28 @@ class Retention(Completion):
         if inode.generation and inode.is_file:
             self.members.setdefault(inode.generation, set()).add(inode.ino)
 
+    def latest(self, generations: set[int], born: Iterable[layout.Record]) -> int:
+        """Return the generation that retires last, 0 for none: a shared file's bytes go with it.
+
+        Of one stream that is the one that was born last, whatever is foretold while it is young.
+        """
+        known = {g: self.namespace.generations.get(g) for g in generations}
+        known |= {r.generation: r for r in born if isinstance(r, layout.GenerationRecord)}
+        records = [record for g in generations if (record := known[g]) is not None]
+        apart = len({record.stream for record in records}) > 1
+
+        def retires(record: layout.GenerationRecord) -> tuple[bool, float, int]:
+            epoch = -math.inf if math.isnan(record.retire) else record.retire
+            return math.isinf(record.retire), epoch if apart else 0.0, record.generation
+
+        return max(records, key=retires).generation if records else 0
+
+    def visible(self, inode: Inode) -> Iterator[tuple[int, bytes]]:
+        """Yield the names of a file that somebody can find."""
+        for place in self.namespace.links.get(inode.ino) or self.namespace.names(inode):
+            if not self.namespace.removed(self.namespace.get(place[0])):
+                yield place
+
     def left(self, generation: int, ino: int) -> list[layout.Record]:
         """An inode is no longer in a generation; the last one takes it along."""
         members = self.members.get(generation)
@@ -192,9 +210,9 @@ class Retention(Completion):
             return []
         record = self.namespace.generations.get(generation)
         stream = self._of.get(generation)
-        if record is None or stream is None:
+        if record is None or stream is None or record.state == State.RETIRED:
             self._drop(generation)
-            return []
+            return [] if record is None else [record._replace(state=State.DELETED)]
         self._ended(stream, record)
         self._drop(generation)
         if stream.numbers.get(record.number) == generation:
@@ -202,6 +220,17 @@ class Retention(Completion):
         if record.stream == ino:
             del self.streams[ino]
         return [record._replace(state=State.DELETED), *self.remembered(stream)]
+
+    def retire(self, generation: int) -> list[layout.Record]:
+        """All names of a generation go now; its bytes, and its record, follow piece by piece."""
+        record = self.namespace.generations[generation]
+        stream = self._of[generation]
+        self.reaping.add(generation)
+        self._ended(stream, record)
+        del stream.numbers[record.number]
+        self.reasons.pop(generation, None)
+        self.claimed.discard(generation)
+        return [record._replace(state=State.RETIRED), *self.remembered(stream)]
 
     def _drop(self, generation: int) -> None:
         self.members.pop(generation, None)
@@ -293,32 +322,3 @@ class Retention(Completion):
             return []
         self.reasons[record.generation] = "its completion marker was removed"
         return [record._replace(state=State.INCOMPLETE)]
-
-    # Deletion
-
-    def reapable(self, generation: int) -> list[int]:
-        """Return the generations that the stream of a just completed one keeps no longer.
-
-        The newest K in commit order and anchors are never among them, nor what holds another
-        stream: that is an experiment with a number, and no checkpoint.
-        """
-        newest = self.namespace.generations.get(generation)
-        inode = self.namespace.inodes.get(newest.stream) if newest is not None else None
-        if newest is None or inode is None:
-            return []
-        policy = self.policy_of(inode)
-        if not policy.reap or policy.keep_last is None:
-            return []
-        beyond = self.counted(self._of[generation])[policy.keep_last :]
-        due = [r for r in beyond if not math.isinf(r.retire) and not self._holds_streams(r)]
-        return [record.generation for record in due]
-
-    def _holds_streams(self, record: layout.GenerationRecord) -> bool:
-        tops = {top.ino for top in self.tops(record)}
-        for ino in self.streams.keys() - {record.stream, *self.members[record.generation]}:
-            inode = self.namespace.inodes.get(ino)
-            while inode is not None and inode.ino != ROOT:
-                if inode.ino in tops:
-                    return True
-                inode = self.namespace.inodes.get(inode.parent)
-        return False

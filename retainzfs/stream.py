@@ -134,7 +134,10 @@ class Stream:
             whole = (len(data) - at) // BLOCK
             if low or not whole:
                 n = min(BLOCK - low, len(data) - at)
-                await self._patch(inode, block, low, data[at : at + n], lane)
+                # Zeros in a part of a hole leave it one: so glibc allocates where it cannot ask,
+                # a byte in each block. A whole block of zeros is somebody's data.
+                if self._mapped(inode, block) or any(data[at : at + n]):
+                    await self._patch(inode, block, low, data[at : at + n], lane)
             else:
                 n = whole * BLOCK
                 await self._put(inode, block, data[at : at + n], lane)

@@ -27,7 +27,7 @@ class State(enum.IntEnum):
     WRITING = 0
     COMPLETE = 1
     INCOMPLETE = 2
-    RETIRED = 3  # policy keeps it no longer, and it is still there
+    RETIRED = 3  # policy keeps it no longer; of a record: its names are gone, its bytes follow
     PRESUMED = 4  # complete as far as this mount can see: enough for its space, and nothing else
 
     @property

@@ -161,10 +161,13 @@ class Volume(Names):
                 if inode.mode & (stat.S_ISUID | stat.S_ISGID) or inode.xattrs:
                     self._drop_privileges(inode)
                 self._change(inode)
+                size = inode.size
                 try:
                     await self.stream.write(inode, offset, view, self.lane(inode))
                 finally:
                     inode.writes += 1  # a copy made meanwhile is neither the old nor the new
+                if inode.size > size and inode.ends_in_hole:
+                    self.retention.announce(inode, inode.size)
         self.logical += len(view)
         return len(view)
 

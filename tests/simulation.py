@@ -264,8 +264,8 @@ async def use(volume: Volume, rng: random.Random) -> None:
 
 async def _delete_largest(volume: Volume) -> None:
     places = []
-    for inode in volume.namespace.inodes.values():
-        for name, ino in (inode.entries or {}).items():
+    for inode in [i for i in volume.namespace.inodes.values() if i.is_dir]:
+        for name, ino in volume.entries(inode.ino):
             if volume.inode(ino).is_file:
                 places.append((volume.inode(ino).size, inode.ino, name))
     size, parent, name = max(places)

@@ -98,26 +98,25 @@ async def test_nothing_moves_into_a_directory_that_was_removed() -> None:
 
 
 async def test_reaping_spares_what_took_a_name_meanwhile() -> None:
-    """While the kernel is told of one deleted name, a program makes the next one anew."""
+    """While the kernel is told of one deleted generation, a program makes the next one anew."""
     async with mounted(await formatted(small_device())) as volume:
         run = (await volume.make(ROOT, b"run", DIRECTORY, 0, 0)).ino
         await volume.setxattr(run, b"user.retainz.keep_last", b"1")
-        await volume.setxattr(run, b"user.retainz.reap", b"1")
-        for name in (b"step-1.bin", b"model-1.bin"):
+        for name in (b"step-1.bin", b"step-2.bin"):
             await put(volume, run, name, b"old" * 3000)
+        await volume.setxattr(run, b"user.retainz.reap", b"1")
         reaped: list[bytes] = []
 
         async def told(parent: int, name: bytes) -> None:
             reaped.append(name)
             if len(reaped) == 1:
-                (other,) = {b"step-1.bin", b"model-1.bin"} - {name}
+                (other,) = {b"step-1.bin", b"step-2.bin"} - {name}
                 await volume.unlink(run, other)
                 made = await volume.make(run, other, FILE, 0, 0)
                 await volume.write(made.ino, 0, b"new" * 3000)
 
         volume.reaped = told  # type: ignore[method-assign]
-        for name in (b"step-2.bin", b"model-2.bin"):
-            await put(volume, run, name, b"two" * 3000)
+        await put(volume, run, b"step-3.bin", b"three" * 3000)
         with trio.fail_after(5):
             while not reaped:
                 await volume.syncfs()

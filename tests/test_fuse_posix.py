@@ -444,3 +444,35 @@ def test_a_shared_lock_is_shared(room: Path) -> None:
         fails(errno.EAGAIN, fcntl.flock, three, fcntl.LOCK_EX | fcntl.LOCK_NB)
         fcntl.flock(two, fcntl.LOCK_UN)
         fcntl.flock(three, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+# Allocation
+
+
+@pytest.mark.parametrize(
+    ("access", "before"),
+    # What is there glibc has to read; with O_WRONLY it says EBADF.
+    [(os.O_WRONLY, b""), (os.O_RDWR, b""), (os.O_RDWR, b"begun"), (os.O_RDWR, b"x" * 5000)],
+)
+def test_allocation_makes_the_size_and_stores_nothing(
+    room: Path, access: int, before: bytes
+) -> None:
+    size = 300_001
+    path = room / "step-1.bin"
+    path.write_bytes(before)
+    os.utime(path, ns=(0, 0))
+    file = os.open(path, access)
+    os.posix_fallocate(file, 0, size)
+    os.fsync(file)
+    status = os.fstat(file)
+    assert status.st_size == size
+    assert status.st_blocks * 512 <= 8192
+    assert status.st_mtime_ns > 0
+    assert path.read_bytes() == before.ljust(size, b"\0")
+    data = os.urandom(size)
+    assert os.pwrite(file, data, 0) == size
+    os.fsync(file)
+    os.posix_fallocate(file, size if access == os.O_WRONLY else 0, 10)
+    os.close(file)
+    assert path.read_bytes() == data + bytes(10 if access == os.O_WRONLY else 0)
+    assert path.stat().st_blocks * 512 >= size

@@ -100,6 +100,11 @@ def test_lifetimes_that_are_all_over_teach_nothing() -> None:
     assert taught(3, 3, 3, 9, 3, 3).life(None) == 3, "a milestone that was cleaned up"
 
 
+def test_a_program_that_flips_is_met_in_the_middle() -> None:
+    flipping = taught(3.05, 4.0, 4.0, 3.05, 3.05, 4.0)
+    assert flipping.life(None) == pytest.approx(3.525)
+
+
 def test_a_lag_belongs_to_its_k() -> None:
     late = taught(4.0, 4.0, keep=3)
     assert late.life(3) == 4

@@ -16,6 +16,7 @@ from retainzfs.lifetimes import (
     unfinished_marker,
     without_temporary,
 )
+from retainzfs.lifetimes.markers import best
 
 pytestmark = pytest.mark.pure
 
@@ -60,6 +61,11 @@ FILE_NAMES = [
     (b"opt-5.pt", Layout.PLAIN, 5, b"opt-.pt"),
     (b"step-1000.pt", Layout.PLAIN, 1000, b"step-.pt"),
     (b"my model_007.safetensors", Layout.PLAIN, 7, b"my model_.safetensors"),
+    (b"step-5-rank0.pt", Layout.PLAIN, 5, b"step--rank0.pt"),
+    (b"model_5_rank_12.pt", Layout.PLAIN, 5, b"model__rank_12.pt"),
+    (b"ckpt-100.shard-3-of-8.safetensors", Layout.PLAIN, 100, b"ckpt-.shard-3-of-8.safetensors"),
+    (b"rank0-step5.pt", Layout.PLAIN, 5, b"rank0-step.pt"),
+    (b"rank_0_step_5.pt", Layout.PLAIN, 5, b"rank_0_step_.pt"),
     (b"checkpoint-5.pth.tar", Layout.PLAIN, 5, b"checkpoint-.pth.tar"),
     (b"ckpt_9.tar", Layout.PLAIN, 9, b"ckpt_.tar"),
     (b"ckpt1000.PT", Layout.PLAIN, 1000, b"ckpt.PT"),
@@ -149,6 +155,11 @@ def test_trackers_are_no_generations(name: bytes) -> None:
         b"rank_3.pt",
         b"rank3.pt",
         b"data-5.npz",
+        b"data-5-rank0.npz",
+        b"model-rank0.pt",
+        b"model_rank_7.pt",
+        b"model-00001-of-00005-rank3.safetensors",
+        b"step-5-rankle0.pt",
         b"train-000123.tar",
         b"resnet50.pt",
         b"model_v2.pt",
@@ -218,6 +229,21 @@ def test_names_near_the_known_ones(prefix: bytes, number: int, ending: bytes) ->
         assert match.number == number
 
 
+@pytest.mark.parametrize(
+    ("names", "series"),
+    [
+        ([b"step-5-rank0.pt", b"step-6-rank1.pt", b"step-6.pt"], 1),
+        ([b"ckpt-1.shard-3-of-8.pth.tar", b"ckpt-2.shard-0-of-8.pth.tar"], 1),
+        ([b"model-a-5.pt", b"model-b-5.pt"], 2),
+        ([b"model-5.pt", b"optimizer-5.pt"], 2),
+    ],
+)
+def test_the_ranks_of_a_job_are_one_series(names: list[bytes], series: int) -> None:
+    matches = [recognise([name]) for name in names]
+    assert len({match.series for match in matches if match is not None}) == series
+    assert None not in matches
+
+
 @pytest.mark.parametrize("layout", list(Layout))
 def test_markers_are_listed_first(layout: Layout) -> None:
     for name in markers_of(layout):
@@ -265,3 +291,29 @@ def test_tracked_never_raises(name: bytes, content: bytes) -> None:
 def test_nemo_marks_beside() -> None:
     assert unfinished_marker(b"epoch=3-step=9.ckpt") == b"epoch=3-step=9-unfinished"
     assert is_tracker(unfinished_marker(b"gpt--step=9"))
+
+
+@pytest.mark.parametrize(
+    ("value", "name"),
+    [
+        ('"/data/run/checkpoint-500"', b"checkpoint-500"),
+        ('"run/checkpoint-500/"', b"checkpoint-500"),
+        ('"r\\u00fcn/checkpoint-5"', b"checkpoint-5"),
+        ('"a\\"b"', b'a"b'),
+        ("null", None),
+        ('""', None),
+        ('"/"', None),
+        ('"\\ud800"', None),
+        ('"cut off', None),
+        ("7", None),
+    ],
+)
+def test_trainer_state_names_the_best(value: str, name: bytes | None) -> None:
+    text = f'{{\n  "best_metric": 0.5,\n  "best_model_checkpoint": {value},\n  "epoch": 1.0,'
+    assert best(text.encode()) == name
+
+
+@given(st.binary())
+def test_best_never_raises(content: bytes) -> None:
+    name = best(b'"best_model_checkpoint": "' + content)
+    assert name is None or b"/" not in name

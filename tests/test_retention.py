@@ -347,7 +347,7 @@ async def test_a_reaped_directory_that_somebody_has_open_costs_nothing_in_a_cras
         await put(volume, inner, b"data", b"x" * 9000)
         volume.open(step)
         volume.open(inner)
-        volume.remove_tree(ROOT, b"step-1")
+        volume.remove_trees([(ROOT, b"step-1")])
         assert volume.entries(step) == volume.entries(inner) == []
         await put(volume, ROOT, b"other", b"x")
         with pytest.raises(FSError, match="was removed"):
@@ -356,6 +356,7 @@ async def test_a_reaped_directory_that_somebody_has_open_costs_nothing_in_a_cras
         cut = device.after_cut(random.Random(1))
     await cut.start()
     async with mounted(cut) as volume:
+        await volume.clear()
         assert not {step, inner} & volume.namespace.inodes.keys()
 
 
@@ -367,7 +368,8 @@ async def test_a_tree_of_any_depth_is_renamed_and_removed() -> None:
         await put(volume, parent, b"f", b"x")
         await volume.rename(ROOT, b"top", ROOT, b"moved")
         assert volume.lookup(ROOT, b"moved").ino == top
-        volume.remove_tree(ROOT, b"moved")
+        volume.remove_trees([(ROOT, b"moved")])
+        await volume.clear()
         await volume.syncfs()
         assert volume.namespace.inodes.keys() == {ROOT}
 

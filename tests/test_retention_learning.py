@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import trio.testing
 
 from retainzfs.volume import ROOT, FSError, Options, Volume
 from retainzfs.zones import Kind
@@ -202,6 +203,7 @@ async def test_reaping_teaches_no_lag(clock: Clock, mount: Options) -> None:
         for number in range(1, 7):
             await trainer.save(number)
             await volume.syncfs()
+            await trio.testing.wait_all_tasks_blocked()
         told = history(volume)
         assert all(one["reaped"] for one in told.values())
         assert list(told) == [1, 2, 3, 4]

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import stat
 from bisect import bisect_right
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, Self
 
 from retainzfs import errors, lifetimes
 from retainzfs.device.faults import FaultDevice
-from retainzfs.layout import BLOCK
+from retainzfs.layout import BLOCK, Record
 from retainzfs.namespace import ROOT, Inode
 from retainzfs.streams import State
 from retainzfs.volume import Options, Volume
@@ -393,10 +393,17 @@ class WatchedVolume(Volume):
         await super().rmdir(parent, name)
         self._gone(parent, name, ino)
 
-    def remove_tree(self, parent: int, name: bytes) -> None:
-        ino = self.namespace.child(parent, name).ino
-        super().remove_tree(parent, name)
-        self._gone(parent, name, ino)
+    def _move_away(self, limbo: Inode, names: Sequence[Place], also: Sequence[Record]) -> None:
+        tops = [self.namespace.child(*place) for place in names]
+        touched = [top.ino for top in tops]
+        touched += [inode.ino for top in tops for inode, *_ in self._below(top)]
+        super()._move_away(limbo, names, also)
+
+        def change(nodes: Nodes) -> None:
+            for parent, name in names:
+                del nodes[parent].entries[name]
+
+        self.witness.step(f"remove {names}", change, *touched, *(parent for parent, _ in names))
 
     def _gone(self, parent: int, name: bytes, ino: int) -> None:
         def change(nodes: Nodes) -> None:

@@ -72,8 +72,15 @@ _TENSORFLOW = re.compile(rb"(.+-)([0-9]+)(\.index|\.meta|\.data-[0-9]+-of-[0-9]+
 _TENSORFLOW_TEMPORARY = re.compile(rb"(?:.*\.)?(?:ckpt|model)-[0-9]+", re.DOTALL)
 _ORBAX = re.compile(rb"((?:.*_)?)([0-9]+)", re.DOTALL)
 
-# What tells the files of one generation apart, at the end of their stems.
+# One of several files of a generation, each by another process: step-5-rank0.pt.
+_OF_RANK = (
+    rb"[-_.](?:rank|shard|part|worker|mp_rank|dp_rank|tp|pp|dp)[-_]?[0-9]+(?:[-_]of[-_][0-9]+)?"
+)
+_RANK = re.compile(_OF_RANK + rb"\Z", re.IGNORECASE)
+
+# What tells the files of one generation apart, in their stems.
 _SHARD = {
+    Layout.PLAIN: re.compile(_OF_RANK + rb"(?=\.[^.]+(?:\.tar)?\Z)", re.IGNORECASE),
     Layout.TENSORFLOW: re.compile(rb"(?:\.index|\.meta|\.data-[0-9]+-of-[0-9]+)\Z"),
     Layout.COMPOSER: re.compile(rb"(?:-rank[0-9]+)?(?:\.pt)?\Z"),
 }
@@ -163,8 +170,11 @@ def _metrics(name: bytes, _parent: bytes) -> _Named | None:
 
 def _plain(name: bytes, _parent: bytes) -> _Named | None:
     body = EXTENSION.sub(b"", name)
+    if body == name:
+        return None
+    body = _RANK.sub(b"", body)
     stem = body.rstrip(b"0123456789")
-    if body in (name, stem) or _NO_GENERATION.fullmatch(stem):
+    if body == stem or _NO_GENERATION.fullmatch(stem):
         return None
     word = _WORD_AT_END.fullmatch(stem) is not None
     if not stem:

@@ -6,6 +6,8 @@ the sources of the frameworks that `Layout` names.
 """
 
 import enum
+import json
+import os
 import re
 from collections.abc import Mapping
 
@@ -29,6 +31,7 @@ class Layout(enum.StrEnum):
     """A single file with a number and the extension of a checkpoint: `model-5.pt`."""
 
 
+TRAINER_STATE = b"trainer_state.json"
 _DCP = b".metadata"  # PyTorch distributed checkpoint: renamed from .metadata.tmp as the last step
 
 # Only what is written after everything else. So not Megatron's .metadata, and for custom loops none
@@ -36,7 +39,7 @@ _DCP = b".metadata"  # PyTorch distributed checkpoint: renamed from .metadata.tm
 _MARKERS: Mapping[Layout, tuple[bytes, ...]] = {
     Layout.TORCHTITAN: (_DCP, b"model.safetensors.index.json"),
     Layout.MEGATRON: (b"metadata.json",),
-    Layout.HUGGINGFACE: (b"trainer_state.json",),
+    Layout.HUGGINGFACE: (TRAINER_STATE,),
     Layout.ACCELERATE: (),
     Layout.LIGHTNING: (b"meta.pt",),
     Layout.NEMO: (b"metadata.json",),
@@ -44,7 +47,7 @@ _MARKERS: Mapping[Layout, tuple[bytes, ...]] = {
     Layout.ORBAX: (b"commit_success.txt",),
     Layout.COMPOSER: (_DCP,),
     Layout.TENSORFLOW: (b"*.index",),
-    Layout.NUMBERED: (_DCP, b"trainer_state.json", b"commit_success.txt"),
+    Layout.NUMBERED: (_DCP, TRAINER_STATE, b"commit_success.txt"),
     Layout.PLAIN: (),
 }
 
@@ -85,6 +88,8 @@ TRACKER_LENGTH_MAX = 4096
 
 _TF_TARGET = re.compile(rb'^model_checkpoint_path: "(?:[^"\n]*/)?([^"/\n]+)"', re.MULTILINE)
 
+_BEST = re.compile(rb'"best_model_checkpoint": *("(?:[^"\\]|\\.)*")')
+
 
 def markers_of(layout: Layout) -> tuple[bytes, ...]:
     """The markers of a layout; one that begins with `*` stands for every name with that ending.
@@ -122,6 +127,22 @@ def is_tracker(name: bytes) -> bool:
 def unfinished_marker(name: bytes) -> bytes:
     """The name of the file that NeMo keeps beside `name` while it is being saved or deleted."""
     return EXTENSION.sub(b"", name) + UNFINISHED
+
+
+def best(content: bytes) -> bytes | None:
+    """The name of the generation that a `trainer_state.json` says is the best so far.
+
+    Hugging Face's Trainer writes the keys in order, so it is in the first TRACKER_LENGTH_MAX bytes.
+    What follows may be long, and be cut off.
+    """
+    found = _BEST.search(content)
+    if found is None:
+        return None
+    try:
+        path = os.fsencode(json.loads(found[1]))
+    except ValueError:
+        return None
+    return path.rstrip(b"/").rpartition(b"/")[2] or None
 
 
 def tracked(name: bytes, content: bytes) -> bytes | None:
