@@ -42,7 +42,7 @@ def _computed(volume: Volume, inode: Inode, name: str) -> bytes | None:
     retention = volume.retention
     match name:
         case "generations":
-            return json.dumps(generations.table(retention, inode.ino)).encode()
+            return json.dumps(generations.table(retention, volume.table, inode.ino)).encode()
         case "history":
             return _newest(generations.history(retention, inode.ino))
         case "explain":

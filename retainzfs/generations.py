@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache, partial
 from typing import Any
 
 from retainzfs import layout, lifetimes
@@ -14,6 +15,7 @@ from retainzfs.lifetimes import FileClass, Layout
 from retainzfs.namespace import Inode
 from retainzfs.retention import Retention
 from retainzfs.streams import State, Stream
+from retainzfs.zones import ZoneTable
 
 
 def _streams(retention: Retention, ino: int) -> Iterator[Stream]:
@@ -27,15 +29,18 @@ def _streams(retention: Retention, ino: int) -> Iterator[Stream]:
             yield stream
 
 
-def table(retention: Retention, ino: int) -> list[dict[str, Any]]:
+def table(retention: Retention, zones: ZoneTable, ino: int) -> list[dict[str, Any]]:
     """Return the rows of `generations --json` for the streams at and below a directory."""
     rows: list[dict[str, Any]] = []
+    path = cache(partial(_path, retention))
     for stream in _streams(retention, ino):
         retired = _retired(retention, stream)
         kept = retention.kept(stream) if retired else {}
         for _, generation in sorted(stream.numbers.items()):
             record = retention.namespace.generations[generation]
-            row = _row(retention, record, generation in retired.difference(kept))
+            row = _row(retention, zones, record, path)
+            if generation in retired and generation not in kept:
+                row["state"] = State.RETIRED.shown
             if generation in retired and generation in kept:
                 row["origin"] += f"; kept: {kept[generation]}"
             rows.append(row)
@@ -83,21 +88,28 @@ def _retired(retention: Retention, stream: Stream) -> set[int]:
     return {r.generation for r in (*beyond, *stated) if math.isfinite(r.retire)}
 
 
+def _path(retention: Retention, record: layout.GenerationRecord) -> str:
+    namespace = retention.namespace
+    for directory, name in retention.names_of(record.generation)[:1]:
+        return os.path.join(namespace.path(directory), os.fsdecode(name))
+    return namespace.path(record.stream)
+
+
 def _row(
     retention: Retention,
+    table: ZoneTable,
     record: layout.GenerationRecord,
-    retired: bool,
+    path: Callable[[layout.GenerationRecord], str],
 ) -> dict[str, Any]:
     namespace = retention.namespace
     inodes = [namespace.get(i) for i in retention.members.get(record.generation, ())]
     zones = {e.run.zone for i in inodes for e in i.extents if e.run.zone >= 0}
-    path = namespace.path(record.stream)
-    for directory, name in retention.names_of(record.generation)[:1]:
-        path = os.path.join(namespace.path(directory), os.fsdecode(name))
+    beside = {generation for zone in zones for generation in table[zone].live}
+    others = [namespace.generations.get(g) for g in beside - {record.generation}]
     return {
         "number": record.number,
-        "path": path,
-        "state": (State.RETIRED if retired else State(record.state)).shown,
+        "path": path(record),
+        "state": State(record.state).shown,
         "size": sum(i.size for i in inodes),
         "birth_epoch": record.birth,
         "retire_epoch": _finite(record.retire),
@@ -106,6 +118,7 @@ def _row(
         "reason": retention.reasons.get(record.generation),
         "presumed": record.state == State.PRESUMED,
         "zones": sorted(zones),
+        "shared_with": sorted(path(other) for other in others if other is not None),
         "published": None,
     }
 

@@ -428,7 +428,7 @@ class Volume(Names):
         return observe.zone_map(self)
 
     def generations(self, ino: int) -> list[dict[str, Any]]:
-        return generations.table(self.retention, ino)
+        return generations.table(self.retention, self.table, ino)
 
     def explain(self, ino: int) -> dict[str, Any]:
         return generations.explain(self.retention, self.namespace.get(ino))

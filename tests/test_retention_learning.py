@@ -445,6 +445,19 @@ async def test_the_size_is_known_before_the_first_byte(clock: Clock, mount: Opti
         assert volume.retention.hint_of(volume.inode(ino).generation).size == 3 << 20, "stated"
 
 
+async def test_a_generation_tells_with_whom_it_shares_zones(mount: Options) -> None:
+    async with mounted(await formatted(small_device()), mount) as volume:
+        await volume.setxattr(ROOT, b"user.retainz.cadence", b"100s")
+        await volume.setxattr(ROOT, b"user.retainz.keep_last", b"2")
+        for number in (1, 2):
+            await put(volume, ROOT, b"step-%d.pt" % number, archive())
+        (first, second) = volume.generations(ROOT)
+        assert first["zones"] == second["zones"]
+        assert (first["shared_with"], second["shared_with"]) == (["/step-2.pt"], ["/step-1.pt"])
+        await volume.unlink(ROOT, b"step-1.pt")
+        assert row(volume, 2)["shared_with"] == []
+
+
 async def test_a_changed_policy_reaches_the_zones(clock: Clock, mount: Options) -> None:
     async with mounted(await formatted(small_device()), mount) as volume:
         run = await directory(volume, b"run", keep_last=b"2", cadence=b"100s")
