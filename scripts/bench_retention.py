@@ -347,8 +347,8 @@ def main(arguments: list[str]) -> int:
             print(f"\r{len(found)} of {count} runs", end="", file=sys.stderr, flush=True)
     if sys.stderr.isatty():
         print(file=sys.stderr)
-    order = list(FRAMEWORKS)
-    found.sort(key=lambda r: (order.index(r.framework), r.seed))
+    order = [*FRAMEWORKS, *ATTRIBUTES]
+    found.sort(key=lambda r: (order.index(r.framework), order.index(r.knows), r.seed))
     print(f"{args.saves} saves a run, seeds 1 to {args.seeds}\n\n{report(found)}\n\n{EXPLANATION}")
     if args.json:
         with open(args.json, "w") as out:
