@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from statistics import median
+from typing import Any
 
 from retainzfs import layout, lifetimes, streams
-from retainzfs.config import Configured
 from retainzfs.lanes import Hint
 from retainzfs.membership import Membership
-from retainzfs.namespace import Inode, Namespace
+from retainzfs.namespace import Inode
 from retainzfs.streams import State, Stream
 from retainzfs.zones import Kind
 
@@ -20,14 +20,8 @@ E_PER_CADENCE = 4.0  # placement's constants are in quarters of a cadence
 
 
 class Forecast(Membership):
-    def __init__(
-        self,
-        namespace: Namespace,
-        now_s: Callable[[], float],
-        configured: Configured | None = None,
-    ) -> None:
-        super().__init__(namespace, configured)
-        self.now_s = now_s
+    def __init__(self, *parts: Any) -> None:
+        super().__init__(*parts)
         self.announced: dict[int, dict[int, int]] = {}  # generation → inode → promised size
         self._unit: float | None = None
 

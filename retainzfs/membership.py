@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from retainzfs import layout, lifetimes
-from retainzfs.config import Configured
 from retainzfs.contexts import Contexts
-from retainzfs.namespace import ROOT, Inode, Namespace
+from retainzfs.namespace import ROOT, Inode
 from retainzfs.streams import Stream
 
 YOUNG = 2  # births until which a stream may find that its generations have several files
 
 
 class Membership(Contexts):
-    def __init__(self, namespace: Namespace, configured: Configured | None = None) -> None:
-        super().__init__(namespace, configured)
+    def __init__(self, *parts: Any) -> None:
+        super().__init__(*parts)
         self.streams: dict[int, list[Stream]] = {}  # of a directory
         self.members: dict[int, set[int]] = {}  # generation → inodes
         self.shared: dict[int, set[int]] = {}  # inode → generations, where it is in several

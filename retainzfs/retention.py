@@ -7,26 +7,21 @@ Nothing here touches bytes; a mistake costs placement, not data.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 from retainzfs import layout, lifetimes, streams
-from retainzfs.config import Configured
 from retainzfs.history import Ended
 from retainzfs.lifetimes import FileClass
-from retainzfs.namespace import Inode, Namespace
+from retainzfs.namespace import Inode
 from retainzfs.reaping import Reaping
 from retainzfs.sightings import Series, Sightings
 from retainzfs.streams import State, Stream
 
 
 class Retention(Reaping):
-    def __init__(
-        self,
-        namespace: Namespace,
-        now_s: Callable[[], float],
-        configured: Configured | None = None,
-    ) -> None:
-        super().__init__(namespace, now_s, configured)
+    def __init__(self, *parts: Any) -> None:
+        super().__init__(*parts)
         self.reaping: set[int] = set()  # generations that we delete, not their programs
         self._sightings = Sightings()
 
