@@ -102,9 +102,13 @@ class Membership(Contexts):
     def names_of(self, generation: int) -> list[tuple[int, bytes]]:
         """Return (directory, name) of everything that a generation consists of."""
         record = self.namespace.generations[generation]
-        numbers = {inode.ino for inode in self.tops(record)}
+        tops = self.tops(record)
+        numbers = {inode.ino for inode in tops}
         stream = self.namespace.inodes.get(record.stream)
         entries = (stream.entries if stream is not None else None) or {}
+        links = self.namespace.links
+        if all(top.ino not in links and entries.get(top.name) == top.ino for top in tops):
+            return [(record.stream, top.name) for top in tops]
         return [
             (record.stream, name)
             for name, ino in entries.items()
