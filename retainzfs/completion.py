@@ -7,25 +7,20 @@ nothing counts.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from typing import Any
 
 from retainzfs import layout, lifetimes
-from retainzfs.config import Configured
 from retainzfs.forecast import Forecast
-from retainzfs.namespace import Inode, Namespace
+from retainzfs.namespace import Inode
 from retainzfs.streams import State, Stream
 
 SIZE_EVIDENCE = 0.9  # of the learned size: what does not show its end counts with so much of it
 
 
 class Completion(Forecast):
-    def __init__(
-        self,
-        namespace: Namespace,
-        now_s: Callable[[], float],
-        configured: Configured | None = None,
-    ) -> None:
-        super().__init__(namespace, now_s, configured)
+    def __init__(self, *parts: Any) -> None:
+        super().__init__(*parts)
         self.reasons: dict[int, str] = {}  # generation → why it does not count as complete
         self.claimed: set[int] = set()  # generations that count once what they lack is there
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from retainzfs import lifetimes
@@ -33,8 +33,14 @@ class Context:
 
 
 class Contexts:
-    def __init__(self, namespace: Namespace, configured: Configured | None = None) -> None:
+    def __init__(
+        self,
+        namespace: Namespace,
+        now_s: Callable[[], float],
+        configured: Configured | None = None,
+    ) -> None:
         self.namespace = namespace
+        self.now_s = now_s  # the mount's timeline
         self.configured = configured or Configured()
         self.series: dict[int, set[bytes]] = {}  # directory → series that are known to be streams
         self._contexts: dict[int, tuple[int, Context]] = {}

@@ -3,31 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from statistics import median
+from typing import Any
 
 from retainzfs import layout, lifetimes, streams
-from retainzfs.config import Configured
 from retainzfs.lanes import Hint
 from retainzfs.membership import Membership
-from retainzfs.namespace import Inode, Namespace
+from retainzfs.namespace import Inode
 from retainzfs.streams import State, Stream
 from retainzfs.zones import Kind
 
 CADENCE_GUESS_S = 60.0  # of the very first stream, until its second save
+LONG = 32  # generations; a stream with more looks at all of them not at every save
 STATED = (b"anchor=", b"keep_every=", b"retire=")  # origins of what was not left to retention
 E_PER_CADENCE = 4.0  # placement's constants are in quarters of a cadence
 
 
 class Forecast(Membership):
-    def __init__(
-        self,
-        namespace: Namespace,
-        now_s: Callable[[], float],
-        configured: Configured | None = None,
-    ) -> None:
-        super().__init__(namespace, configured)
-        self.now_s = now_s
+    def __init__(self, *parts: Any) -> None:
+        super().__init__(*parts)
         self.announced: dict[int, dict[int, int]] = {}  # generation → inode → promised size
         self._unit: float | None = None
 
@@ -71,13 +66,22 @@ class Forecast(Membership):
     def refreshed(
         self, stream: Stream, newest: layout.GenerationRecord | None = None
     ) -> Iterator[layout.GenerationRecord]:
-        """Yield the records of a stream's generations whose retirement is another one by now."""
+        """Yield the records of a stream's generations whose retirement is another one by now.
+
+        With `newest`, as it will be, the others of a long stream have their turn now and then.
+        """
         if stream.ino not in self.namespace.inodes:
             return
+        records = self.records(stream)
+        stream.stale += 1
+        if newest is not None and stream.stale * LONG < len(records):
+            records = [newest]
+        else:
+            stream.stale = 0
         known: dict[tuple[int | None, bool], lifetimes.Learned] = {}
-        for record in self.records(stream):
+        for record in records:
             if newest is not None and record.generation == newest.generation:
-                record = newest  # noqa: PLW2901  as it will be
+                record = newest  # noqa: PLW2901
             policy = self._policy_for(record)
             says = policy.keep_last, policy.reap
             if says not in known:

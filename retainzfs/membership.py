@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from retainzfs import layout, lifetimes
-from retainzfs.config import Configured
 from retainzfs.contexts import Contexts
-from retainzfs.namespace import ROOT, Inode, Namespace
+from retainzfs.namespace import ROOT, Inode
 from retainzfs.streams import Stream
 
 YOUNG = 2  # births until which a stream may find that its generations have several files
 
 
 class Membership(Contexts):
-    def __init__(self, namespace: Namespace, configured: Configured | None = None) -> None:
-        super().__init__(namespace, configured)
+    def __init__(self, *parts: Any) -> None:
+        super().__init__(*parts)
         self.streams: dict[int, list[Stream]] = {}  # of a directory
         self.members: dict[int, set[int]] = {}  # generation → inodes
         self.shared: dict[int, set[int]] = {}  # inode → generations, where it is in several
@@ -102,9 +102,13 @@ class Membership(Contexts):
     def names_of(self, generation: int) -> list[tuple[int, bytes]]:
         """Return (directory, name) of everything that a generation consists of."""
         record = self.namespace.generations[generation]
-        numbers = {inode.ino for inode in self.tops(record)}
+        tops = self.tops(record)
+        numbers = {inode.ino for inode in tops}
         stream = self.namespace.inodes.get(record.stream)
         entries = (stream.entries if stream is not None else None) or {}
+        links = self.namespace.links
+        if all(top.ino not in links and entries.get(top.name) == top.ino for top in tops):
+            return [(record.stream, top.name) for top in tops]
         return [
             (record.stream, name)
             for name, ino in entries.items()

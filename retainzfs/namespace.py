@@ -223,6 +223,17 @@ class Namespace:
         for inode in self.inodes.values():
             self.cut(inode, inode.size)
 
+    def name_all(self) -> None:
+        """Name the inodes that a snapshot has only behind the names that lead to them."""
+        for directory in self.inodes.values():
+            entries = directory.entries or {}
+            for name, ino in entries.items():
+                child = self.inodes.get(ino)
+                if child is None or child.parent != directory.ino:
+                    continue
+                if entries.get(child.name) != ino:
+                    child.name = name
+
     def _set_content(self, record: layout.ContentRecord) -> None:
         inode = self._known(record.ino)
         if inode is not None:

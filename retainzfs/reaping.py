@@ -5,25 +5,19 @@ from __future__ import annotations
 import math
 import os
 import stat
-from collections.abc import Callable
+from typing import Any
 
 from retainzfs import layout
 from retainzfs.completion import Completion
-from retainzfs.config import Configured
-from retainzfs.namespace import ROOT, Inode, Namespace
+from retainzfs.namespace import ROOT, Inode
 from retainzfs.streams import Stream
 
 LINKS_MAX = 40  # symbolic links that are followed in one path, as by Linux
 
 
 class Reaping(Completion):
-    def __init__(
-        self,
-        namespace: Namespace,
-        now_s: Callable[[], float],
-        configured: Configured | None = None,
-    ) -> None:
-        super().__init__(namespace, now_s, configured)
+    def __init__(self, *parts: Any) -> None:
+        super().__init__(*parts)
         self.best: dict[int, bytes] = {}  # directory → name of the best, as a trainer says
 
     def reapable(self, generation: int) -> list[int]:

@@ -91,6 +91,7 @@ async def load(device: Device) -> Recovered:
     namespace.lenient = False
     _replay(namespace, replay.log[len(fuzzy) :], device.name)
     namespace.trim()
+    namespace.name_all()
     log_journal = journal.Journal(device, replay.superblock)
     log_journal.resume(replay, chain, end)
     orphans = [i.ino for i in namespace.inodes.values() if i.nlink == 0]

@@ -7,26 +7,21 @@ Nothing here touches bytes; a mistake costs placement, not data.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 from retainzfs import layout, lifetimes, streams
-from retainzfs.config import Configured
 from retainzfs.history import Ended
 from retainzfs.lifetimes import FileClass
-from retainzfs.namespace import Inode, Namespace
+from retainzfs.namespace import Inode
 from retainzfs.reaping import Reaping
 from retainzfs.sightings import Series, Sightings
 from retainzfs.streams import State, Stream
 
 
 class Retention(Reaping):
-    def __init__(
-        self,
-        namespace: Namespace,
-        now_s: Callable[[], float],
-        configured: Configured | None = None,
-    ) -> None:
-        super().__init__(namespace, now_s, configured)
+    def __init__(self, *parts: Any) -> None:
+        super().__init__(*parts)
         self.reaping: set[int] = set()  # generations that we delete, not their programs
         self._sightings = Sightings()
 
@@ -263,12 +258,17 @@ class Retention(Reaping):
             generation in self.reaping,
             origin,
         )
-        newest = self.counted(stream)[:1]
-        is_newest = not newest or newest[0].order <= record.order
-        teaches = not (
-            ended.reaped or is_newest or math.isinf(record.retire) or policy.birth is not None
-        )
+        finite = not math.isinf(record.retire) and policy.birth is None
+        teaches = finite and not ended.reaped and self._has_newer(stream, record)
         history.end(ended, policy.keep_last, teaches=teaches)
+
+    def _has_newer(self, stream: Stream, record: layout.GenerationRecord) -> bool:
+        """Whether a save that counts came after this one, or one without a marker that will count
+        when the next begins: accelerate deletes just before that."""
+        if any(newer.order > record.order for newer in self.counted(stream)):
+            return True
+        younger = [r for r in self.records(stream) if r.generation > record.generation]
+        return any(r.state == State.WRITING and self.closed(r.generation) for r in younger)
 
     # Names that no layout has
 

@@ -46,6 +46,7 @@ class Stream:
     stems: dict[bytes, int] = field(default_factory=dict)  # of single files → the last size
     companions: set[bytes] = field(default_factory=set)  # stems of the newest complete generation
     missed: dict[bytes, int] = field(default_factory=dict)  # stem → saves in a row without it
+    stale: int = 0  # saves since the retirements of all generations were looked at
     marked: bool = False  # there was strong evidence of completeness, so weaker counts for nothing
     # Generation → retirement, and why, as they were when its first byte was placed.
     predicted: dict[int, tuple[float, str]] = field(default_factory=dict)

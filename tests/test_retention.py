@@ -565,6 +565,22 @@ async def test_a_refused_range_counts_until_it_is_written_or_cut_off(cut: bool) 
         await closed(volume, filler)
 
 
+async def test_a_tracker_is_followed_after_a_remount(mount: Options) -> None:
+    device = await formatted(small_device())
+    async with mounted(device, mount) as volume:
+        step = await directory(volume, b"global_step5")
+        await put(volume, step, b"states.pt", archive())
+        await put(volume, ROOT, b"latest", b"global_step5")
+    async with mounted(device, mount) as volume:
+        step = await directory(volume, b"global_step6")
+        await put(volume, step, b"states.pt", archive())
+        assert states(volume) == {5: "complete", 6: "writing"}
+        tracker = volume.lookup(ROOT, b"latest").ino
+        await volume.write(tracker, 0, b"global_step6")
+        await volume.flush(tracker)
+        assert states(volume) == {5: "complete", 6: "complete"}
+
+
 async def test_what_a_tracker_says_is_durable_when_it_is_closed() -> None:
     device = await formatted(small_device())
     with until_power_cut():

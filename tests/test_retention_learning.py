@@ -135,6 +135,23 @@ async def test_a_lag_corrects_later_hints(clock: Clock, mount: Options) -> None:
         assert told["retire_epoch"] - told["birth_epoch"] == pytest.approx(500, abs=1)
 
 
+async def test_what_is_deleted_before_the_next_save_teaches_without_a_marker(
+    clock: Clock, mount: Options
+) -> None:
+    """As accelerate does: then the newest directory does not count yet, and is one all the same."""
+    async with mounted(await formatted(small_device()), mount) as volume:
+        trainer = Trainer(volume, clock, await directory(volume, b"run"), 1, late=True)
+        trainer.form, trainer.marker = b"checkpoint_%d", None
+        await trainer.save(*range(1, 6))
+        told = row(volume, 5)
+        assert told["origin"] == "history: deleted after 2.0 saves, learned cadence 100 s"
+        await trainer.delete(5)
+        trainer.live.remove(5)
+        await trainer.save(6)
+        told = row(volume, 6)
+        assert "after 2.0 saves" in told["origin"], "who deletes the newest one teaches nothing"
+
+
 async def test_early_deletion_is_noticed_too(clock: Clock, mount: Options) -> None:
     async with mounted(await formatted(small_device()), mount) as volume:
         run = await directory(volume, b"run", keep_last=b"5")
