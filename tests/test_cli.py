@@ -330,6 +330,23 @@ def test_no_generations(room: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.fuse
+def test_the_keys_that_attributes_md_lists(room: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[1] / "docs" / "attributes.md").read_text()
+    os.setxattr(room, "user.retainz.keep_last", b"1")
+    _saves(room, range(1, 3))
+    (room / "step-1.pt").unlink()
+    stated = loaded(capsys, "hint", room)["attributes"]["keep_last"]
+    for command, told, more in (
+        (["generations"], loaded(capsys, "generations", room)[0], set()),
+        (["hint"], loaded(capsys, "hint", room), {*stated, "glob", "attributes"}),
+        (["generations", "--history"], loaded(capsys, "generations", room, "--history")[0], set()),
+    ):
+        row = re.search(rf"^\| `{' '.join(command)}` \| (.*) \|$", page, re.MULTILINE)
+        assert row is not None, command
+        assert set(re.findall(r"`(\w+)`", row[1])) == {*told, *more}, command
+
+
+@pytest.mark.fuse
 def test_paths_on_a_mount_that_have_no_attributes(
     live: Live, room: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
