@@ -330,6 +330,19 @@ def test_no_generations(room: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.fuse
+def test_names_that_would_break_a_table(room: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_ = room / "a\nb\x1b[2J"
+    run_.mkdir()
+    _saves(run_, range(1, 2))
+    _, out, _ = run(capsys, "generations", run_)
+    assert len(out.splitlines()) == 2
+    assert rf"/{room.name}/a\x0ab\x1b[2J/step-1.pt" in out
+    _, out, _ = run(capsys, "hint", run_ / "step-1.pt", "--anchor")
+    assert out.startswith(rf"/{room.name}/a\x0ab\x1b[2J/step-1.pt" + "\n")
+    assert "\x1b" not in out
+
+
+@pytest.mark.fuse
 def test_the_keys_that_attributes_md_lists(room: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = (Path(__file__).parents[1] / "docs" / "attributes.md").read_text()
     os.setxattr(room, "user.retainz.keep_last", b"1")
