@@ -436,10 +436,11 @@ def test_gc_says_who_may(
 def test_a_dead_mount(fresh: Live, capsys: pytest.CaptureFixture[str]) -> None:
     fresh.mount()
     fresh.signal(signal.SIGKILL)
-    for command in ("status", "zones"):
-        code, out, err = run(capsys, command, fresh.path)
-        assert (code, out) == (1, ""), command
-        assert f"retainzfs umount {fresh.path}" in err
+    for command in ("status", "zones", "generations", "hint"):
+        for path in (fresh.path, fresh.path / "name the kernel has not cached"):
+            code, out, err = run(capsys, command, path)
+            assert (code, out) == (1, ""), command
+            assert f"retainzfs umount {fresh.path}" in err
     code, out, err = run(capsys, "mount", fresh.image, fresh.path)
     assert code == 1
     assert "mounted there" in err
