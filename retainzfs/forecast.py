@@ -15,6 +15,7 @@ from retainzfs.streams import State, Stream
 from retainzfs.zones import Kind
 
 CADENCE_GUESS_S = 60.0  # of the very first stream, until its second save
+GUESSED = b"; ranked with the latest known retirement"  # end of the origin of a mere rank
 LONG = 32  # generations; a stream with more looks at all of them not at every save
 STATED = (b"anchor=", b"keep_every=", b"retire=")  # origins of what was not left to retention
 E_PER_CADENCE = 4.0  # placement's constants are in quarters of a cadence
@@ -59,7 +60,7 @@ class Forecast(Membership):
             finite = [g.retire for g in self.namespace.generations.values()]
             guess = birth + policy.keep_last * CADENCE_GUESS_S
             retire = max([guess, *filter(math.isfinite, finite)])
-            origin += "; ranked with the latest known retirement"
+            origin += GUESSED.decode()
         text = origin.encode()[: layout.ORIGIN_MAX]
         return (math.nan if retire is None else retire), text
 
@@ -142,7 +143,9 @@ class Forecast(Membership):
         if record is None or stream is None:
             return Hint(Kind.UNHINTED, math.inf, 0)
         if generation not in stream.predicted:
-            stream.predicted[generation] = record.retire, record.origin.decode(errors="replace")
+            guessed = record.origin.endswith(GUESSED)
+            foretold = math.nan if guessed else record.retire
+            stream.predicted[generation] = foretold, record.origin.decode(errors="replace")
         if math.isnan(record.retire):
             return Hint(Kind.UNHINTED, math.inf, 0)
         # It may be stated for this generation alone, at its directory.

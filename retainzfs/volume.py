@@ -61,9 +61,7 @@ __all__ = [
 WRITE_SLACK = 2 * BLOCK  # a write touches at most a partial block at either end
 CAPABILITY = b"security.capability"
 TIME_NS_MIN, TIME_NS_MAX = -(1 << 63), (1 << 63) - 1  # years 1677 to 2262, as the record holds
-TRACKER_READ = (
-    lifetimes.markers.TRACKER_LENGTH_MAX + 1
-)  # bytes of a tracker file that are looked at
+TRACKER_READ = lifetimes.markers.TRACKER_LENGTH_MAX + 1  # bytes of a tracker that are looked at
 # Runs that are cut short, at a drain or at a zone's end, have trailers too.
 PROMISE_SLACK = 16 * BLOCK
 INODE_COST = 256  # bytes of metadata that a file takes on average, for `statfs`

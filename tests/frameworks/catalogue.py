@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-SAVES = 24
+SAVES = 28
 KEEP = 3
 STEPS = 2  # training steps to a save: the numbers go past 10, where order by name goes wrong
 MILESTONES = 12  # steps; every sixth save
@@ -26,15 +26,13 @@ class Framework:
     attributes: Mapping[str, str] = field(default_factory=lambda: {"keep_last": str(KEEP)})
     numbers: range = range(STEPS, STEPS * SAVES + 1, STEPS)
     """Of all generations that are saved."""
-    lag: int = 0
-    """How many generations more it keeps than it was told."""
     marks: bool = True
     """Whether something shows that a save is complete, without help from the program."""
 
     @property
     def kept(self) -> list[int]:
         """The numbers of the generations that are there in the end."""
-        newest = self.numbers[-int(self.attributes["keep_last"]) - self.lag :]
+        newest = self.numbers[-int(self.attributes["keep_last"]) :]
         every = int(self.attributes.get("keep_every", 0))
         return [n for n in self.numbers if n in newest or (every and n % every == 0)]
 
@@ -61,8 +59,7 @@ FRAMEWORKS = {
             "torchtitan",
             ("torchtitan", "tyro", "spmd_types"),
             variant="async",
-            numbers=range(STEPS, 2 * STEPS * SAVES + 1, STEPS),
-            lag=1,
+            attributes={"keep_last": str(KEEP + 1)},  # it looks before the new save is there
         ),
         Framework(
             "megatron",
