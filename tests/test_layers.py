@@ -29,6 +29,7 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
         "hooks",
         "device",
         "zones inodes replay history sightings",
+        "maps",
         "namespace placement journal streams",
         "trouble mending backup config",
         "lanes extents consistency contexts",
@@ -61,7 +62,7 @@ RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 # waits nor touches a descriptor.
 FUSE_ROOMS = {"fs", "control", "session"}
 PURE = {"errors", "layout", "lifetimes", "zones", "placement", "inodes", "namespace", "consistency"}
-PURE |= {"config", "history", "sightings", "streams", "contexts", "forecast"}
+PURE |= {"maps", "config", "history", "sightings", "streams", "contexts", "forecast"}
 PURE |= {"completion", "retention"}
 IMPURE = {"trio", "pyfuse3", "subprocess", "socket", "threading", "asyncio"}
 
