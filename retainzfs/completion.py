@@ -221,6 +221,11 @@ class Completion(Forecast):
         record = self.namespace.generations.get(inode.generation)
         if record is None or record.state in (State.WRITING, State.RETIRED):
             return []
+        # A shell's `>` closes a new file once before anything is written to it; and to add to what
+        # is empty, or to a log, takes nothing away.
+        harmless = not inode.size or lifetimes.is_tracker(inode.name)
+        if record.state == State.COMPLETE and harmless:
+            return []
         return [self._writing(record)]
 
     def judge(self, inode: Inode, match: lifetimes.Match, finding: lifetimes.Finding) -> str:

@@ -138,14 +138,13 @@ class NoSpace(RetainzError):
     errno = errno.ENOSPC
 
 
-class BadAttribute(RetainzError):
+class BadAttribute(UsageError):
     """{}: {}; accepted: {}"""
-
-    errno = errno.EINVAL
 
 
 class NotRetainzfs(RetainzError):
-    """{}: not on a mounted retainzfs. Give a path below a mount; 'retainzfs status' lists them."""
+    """{}: no file or directory of a mounted retainzfs. Give a path below a mount; 'retainzfs
+    status' lists them."""
 
     errno = errno.ENOTSUP
 

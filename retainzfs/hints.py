@@ -173,7 +173,7 @@ def set(
         "size": size,
         "class": file_class,
         "reap": reap,
-        "commit": f"{_text(commit)}s" if isinstance(commit, int | float) else commit,
+        "commit": f"{_text(commit)}s" if type(commit) in (int, float) else commit,
     }
     _set(path, _checked(given))
 
@@ -348,7 +348,9 @@ def _set(path: AnyPath, values: Mapping[str, bytes]) -> None:
         if error.errno != errno.EINVAL:
             raise
         name = tried[-1]
-        what = f"{values[name].decode()!r} was refused for {os.fspath(path)}, whose log says why"
+        what = (
+            f"{values[name].decode()!r} was refused for {os.fspath(path)}; the mount's log says why"
+        )
         raise BadAttribute(PREFIX + name, what, ATTRIBUTES[name].accepted) from None
 
 

@@ -111,7 +111,9 @@ def test_paths_that_are_on_no_mount(tmp_path: Path, capsys: pytest.CaptureFixtur
     for command in (["status"], ["zones"], ["generations"], ["hint"], ["gc"], ["scrub"]):
         code, out, err = run(capsys, *command, tmp_path)
         assert (code, out) == (1, ""), command
-        assert err.startswith(f"retainzfs: {tmp_path}: not on a mounted retainzfs. ")
+        assert err.startswith(
+            f"retainzfs: {tmp_path}: no file or directory of a mounted retainzfs. "
+        )
         code, out, err = run(capsys, *command, tmp_path / "missing")
         assert (code, out) == (1, ""), command
         assert err == f"retainzfs: {tmp_path}/missing: No such file or directory\n"
@@ -318,6 +320,54 @@ def test_no_generations(room: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (code, out) == (0, "")
     assert "no generations" in err
     assert loaded(capsys, "generations", room) == []
+    code, out, err = run(capsys, "generations", room, "--history")
+    assert (code, out) == (0, "")
+    assert "no deleted generations" in err
+    _saves(room, range(7, 8))
+    code, out, err = run(capsys, "generations", room / "step-7.pt")
+    assert (code, out) == (0, "")
+    assert f"belongs to generation 7 of /{room.name}," in err
+
+
+@pytest.mark.fuse
+def test_names_that_would_break_a_table(room: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_ = room / "a\nb\x1b[2J"
+    run_.mkdir()
+    _saves(run_, range(1, 2))
+    _, out, _ = run(capsys, "generations", run_)
+    assert len(out.splitlines()) == 2
+    assert rf"/{room.name}/a\x0ab\x1b[2J/step-1.pt" in out
+    _, out, _ = run(capsys, "hint", run_ / "step-1.pt", "--anchor")
+    assert out.startswith(rf"/{room.name}/a\x0ab\x1b[2J/step-1.pt" + "\n")
+    assert "\x1b" not in out
+
+
+@pytest.mark.fuse
+def test_the_keys_that_attributes_md_lists(room: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[1] / "docs" / "attributes.md").read_text()
+    os.setxattr(room, "user.retainz.keep_last", b"1")
+    _saves(room, range(1, 3))
+    (room / "step-1.pt").unlink()
+    stated = loaded(capsys, "hint", room)["attributes"]["keep_last"]
+    for command, told, more in (
+        (["generations"], loaded(capsys, "generations", room)[0], set()),
+        (["hint"], loaded(capsys, "hint", room), {*stated, "glob", "attributes"}),
+        (["generations", "--history"], loaded(capsys, "generations", room, "--history")[0], set()),
+    ):
+        row = re.search(rf"^\| `{' '.join(command)}` \| (.*) \|$", page, re.MULTILINE)
+        assert row is not None, command
+        assert set(re.findall(r"`(\w+)`", row[1])) == {*told, *more}, command
+
+
+@pytest.mark.fuse
+def test_paths_on_a_mount_that_have_no_attributes(
+    live: Live, room: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    os.mkfifo(room / "fifo")
+    for path in (room / "fifo", live.path / ".retainz", live.path / ".retainz" / "stats.json"):
+        code, out, err = run(capsys, "hint", path)
+        assert (code, out) == (1, "")
+        assert err.startswith(f"retainzfs: {path}: no file or directory of a mounted retainzfs. ")
 
 
 @pytest.mark.fuse
@@ -327,7 +377,7 @@ def test_hint_sets_shows_and_clears(
     code, out, err = run(capsys, "hint", room, "--keep-last", "3", "--cadence", "30m", "--reap")
     assert (code, err) == (0, "")
     assert f"keep_last = 3, set on /{room.name}" in out
-    assert "cadence_s = 1800 s" in out
+    assert "  cadence = 1800 s" in out
     assert os.getxattr(room, "user.retainz.reap") == b"1"
     assert live.path.exists()
     _saves(room, range(1, 2))
@@ -349,7 +399,7 @@ def test_hint_refuses_bad_values_before_it_changes_any(
     room: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, out, err = run(capsys, "hint", room, "--keep-last", "3", "--class", "best")
-    assert (code, out) == (1, "")
+    assert (code, out) == (2, "")
     assert "checkpoint, cache, scratch or output" in err
     assert os.listxattr(room) == []
     for option in ("--quota", "--reserve", "--publish"):
@@ -386,10 +436,11 @@ def test_gc_says_who_may(
 def test_a_dead_mount(fresh: Live, capsys: pytest.CaptureFixture[str]) -> None:
     fresh.mount()
     fresh.signal(signal.SIGKILL)
-    for command in ("status", "zones"):
-        code, out, err = run(capsys, command, fresh.path)
-        assert (code, out) == (1, ""), command
-        assert f"retainzfs umount {fresh.path}" in err
+    for command in ("status", "zones", "generations", "hint"):
+        for path in (fresh.path, fresh.path / "name the kernel has not cached"):
+            code, out, err = run(capsys, command, path)
+            assert (code, out) == (1, ""), command
+            assert f"retainzfs umount {fresh.path}" in err
     code, out, err = run(capsys, "mount", fresh.image, fresh.path)
     assert code == 1
     assert "mounted there" in err

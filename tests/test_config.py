@@ -447,7 +447,7 @@ def test_a_mount_with_a_configuration(fresh: Live) -> None:
     assert "  keep_last = 2, from the configuration (run*/saves)\n" in said
     said = retainzfs("hint", saves, "--keep-last", "9").stdout
     assert "  keep_last = 9, set on /run-7/saves\n" in said
-    assert "  cadence_s = 100 s, from the configuration (run*/saves)\n" in said
+    assert "  cadence = 100 s, from the configuration (run*/saves)\n" in said
     shown = config.parse((fresh.path / ".retainz/config.toml").read_text(), "config.toml")
     assert shown.mount == MountTable("close", "retainz", 48 << 20, False)
     assert shown.streams == config.parse(SAVES, "file").streams

@@ -53,7 +53,7 @@ def warned_once(run: Callable[[], object]) -> None:
         run()
     texts = [str(w.message) for w in caught if "retention hints" in str(w.message)]
     assert len(texts) == 1, texts
-    assert "not on a mounted retainzfs" in texts[0]
+    assert "of a mounted retainzfs" in texts[0]
 
 
 # PyTorch Distributed Checkpoint

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -53,6 +54,21 @@ def reaped(path: Path) -> None:
 def rows(run: Path) -> dict[int, dict[str, Any]]:
     told = json.loads(os.getxattr(run, "user.retainz.generations"))
     return {row["number"]: row for row in told}
+
+
+def test_what_is_added_to_a_complete_generation_takes_nothing_away(room: Path) -> None:
+    """A shell closes the file of `>` once before it writes to it, and a log grows."""
+    run = keeping(room)
+    for step in (1, 2, 3):
+        saved = save(run, step)
+        (saved / "train.log").write_text("begin")
+        shell = "echo {} > eval.json; echo end >> train.log"
+        subprocess.run(shell, shell=True, cwd=saved, check=True)
+        assert rows(run)[step]["state"] == "complete"
+    for step in (1, 2):
+        reaped(run / f"checkpoint-{step}")
+    (run / "checkpoint-3" / "shards" / "000.bin").write_bytes(b"changed")
+    assert rows(run)[3]["state"] == "writing", "what is overwritten is another thing"
 
 
 def test_a_reader_finds_all_of_a_generation_or_nothing(room: Path) -> None:

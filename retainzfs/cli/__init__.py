@@ -6,12 +6,13 @@ Exit codes: 0 done, 1 the operation failed, 2 wrong usage, 3 a check found damag
 from __future__ import annotations
 
 import argparse
+import errno
 import io
 import os
 import sys
 from collections.abc import Sequence
 
-from retainzfs import __version__
+from retainzfs import __version__, mounts
 from retainzfs.cli import inspect, lifecycle, policy, scrubbing
 from retainzfs.errors import RetainzError
 
@@ -46,8 +47,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     except OSError as error:
         where = f"{error.filename}: " if error.filename is not None else ""
-        print(f"retainzfs: {where}{error.strerror}", file=sys.stderr)
+        print(f"retainzfs: {where}{error.strerror}{_advice(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return INTERRUPTED
     return code
+
+
+def _advice(error: OSError) -> str:
+    """What to do about a mount whose daemon has died."""
+    if error.errno != errno.ENOTCONN or error.filename is None:
+        return ""
+    mount = mounts.mount_of(os.fsdecode(error.filename))
+    if mount is None:
+        return ""
+    return f": its daemon has ended; 'retainzfs umount {mount.directory}' takes the mount away"

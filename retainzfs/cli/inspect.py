@@ -211,8 +211,19 @@ def _generations(given: argparse.Namespace) -> int:
     heads = ("NUMBER", "STATE", "SIZE", "BORN", "RETIRES", "ZONES", "PATH", "BECAUSE")
     print_table(heads, table, right="NUMBER SIZE BORN RETIRES ZONES")
     if not rows:
-        print(f"retainzfs: {given.path}: no generations there", file=sys.stderr)
+        print(f"retainzfs: {given.path}: {_why_none(given.path)}", file=sys.stderr)
     return 0
+
+
+def _why_none(path: str) -> str:
+    told = asking.computed(path, "explain")
+    if told["generation"] is None:
+        return "no generations there"
+    stream = told["stream"] or told["path"]
+    return (
+        f"no generations below; it belongs to generation {told['generation']} of {stream},"
+        " which lists them; 'retainzfs hint' tells about one"
+    )
 
 
 def _history(given: argparse.Namespace) -> int:
@@ -237,6 +248,9 @@ def _history(given: argparse.Namespace) -> int:
     print_table(heads, table, right="NUMBER BORN FORETOLD DELETED SAVES REALLY")
     foretold = [row for row in rows if row["saves"] is not None and row["saves_predicted"]]
     near = sum(abs(row["saves"] - row["saves_predicted"]) <= 1 for row in foretold)
+    if not rows:
+        print(f"retainzfs: {given.path}: no deleted generations known there", file=sys.stderr)
+        return 0
     print(f"{len(rows)} deleted, {len(foretold)} of them foretold, {near} within one save")
     return 0
 

@@ -14,6 +14,14 @@ if TYPE_CHECKING:
     Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
+# Names may hold anything: a line end breaks a table, and other control characters act on terminals.
+CONTROL = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0))}
+
+
+def visible(text: str) -> str:
+    return text.translate(CONTROL)
+
+
 def size_argument(text: str) -> int:
     try:
         return parse_size(text)
@@ -60,6 +68,7 @@ def print_table(heads: Sequence[str], rows: Sequence[Sequence[str]], right: str 
     """Print columns two blanks apart; `right` names the heads of those set flush right."""
     if not rows:
         return
+    rows = [[visible(cell) for cell in row] for row in rows]
     flush = [head in right.split() for head in heads]
     widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
     for row in (heads, *rows):

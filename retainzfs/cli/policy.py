@@ -9,7 +9,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from retainzfs import asking, hints
-from retainzfs.cli.output import print_json
+from retainzfs.cli.output import print_json, visible
 from retainzfs.errors import MountError, NotYet
 from retainzfs.lifetimes import PREFIX, format_size
 
@@ -82,16 +82,18 @@ def _hint(given: argparse.Namespace) -> int:
 
 
 def _print_explanation(explained: dict[str, Any]) -> None:
-    print(explained["path"])
+    print(visible(explained["path"]))
     for name, attribute in explained["attributes"].items():
         glob = attribute.get("glob")
-        where = (
-            f"set on {attribute['from']}" if glob is None else f"from the configuration ({glob})"
-        )
-        print(f"  {name} = {_shown(name, attribute['value'])}, {where}")
+        if glob is None:
+            where = f"set on {visible(attribute['from'])}"
+        else:
+            where = f"from the configuration ({glob})"
+        called = name.removeprefix("file_").removesuffix("_s")  # as the attribute is
+        print(f"  {called} = {_shown(name, attribute['value'])}, {where}")
     print(f"  class: {explained['class']}")
     if explained["layout"] is not None:
-        print(f"  layout: {explained['layout']}, stream {explained['stream']}")
+        print(f"  layout: {explained['layout']}, stream {visible(explained['stream'])}")
     if explained["generation"] is not None:
         print(f"  generation: {explained['generation']}, {explained['state']}")
         print(f"  born at epoch {explained['birth_epoch']:.1f}, retires {_retires(explained)}")

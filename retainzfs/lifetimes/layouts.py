@@ -11,10 +11,11 @@ tells what it becomes.
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple, TypeAlias
 
 from retainzfs.lifetimes.attributes import NUMBER_MAX
-from retainzfs.lifetimes.markers import EXTENSION, Layout, is_tracker
+from retainzfs.lifetimes.markers import EXTENSION, NAMES_KEPT, Layout, is_tracker
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +117,7 @@ _TEMPORARY = re.compile(
 )
 
 
+@lru_cache(NAMES_KEPT)
 def without_temporary(name: bytes) -> tuple[bytes, bool]:
     """`name` as it will be after the rename, and whether it looks temporary at all."""
     match = _TEMPORARY.fullmatch(name)
@@ -231,6 +233,7 @@ Knows: TypeAlias = Callable[[int, bytes], bool]
 """Whether names of a series are generations in the directory that holds component `depth`."""
 
 
+@lru_cache(NAMES_KEPT)
 def series_of(name: bytes) -> bytes | None:
     """A name with its last number taken out, for names that no layout has; None without a number.
 

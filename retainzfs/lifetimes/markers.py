@@ -10,6 +10,11 @@ import json
 import os
 import re
 from collections.abc import Mapping
+from functools import lru_cache
+
+NAMES_KEPT = 256
+"""Names whose reading is remembered: each is asked for several times when a file is made, and the
+directories above it with every file."""
 
 
 class Layout(enum.StrEnum):
@@ -115,6 +120,7 @@ def is_marker(name: bytes) -> bool:
     return name in _NAMES or name.endswith(b".index")
 
 
+@lru_cache(NAMES_KEPT)
 def is_tracker(name: bytes) -> bool:
     """Whether a file of this name is rewritten or replaced at every save, so never a generation.
 
