@@ -13,7 +13,7 @@ from typing import Any
 from retainzfs import layout, lifetimes
 from retainzfs.forecast import Forecast
 from retainzfs.namespace import Inode
-from retainzfs.streams import State, Stream
+from retainzfs.streams import MISSED_MOST, State, Stream
 
 SIZE_EVIDENCE = 0.9  # of the learned size: what does not show its end counts with so much of it
 
@@ -102,7 +102,8 @@ class Completion(Forecast):
         stream.size = record.size or stream.size
 
     def presumable(self, generation: int) -> Iterator[int]:
-        """Yield older generations of a stream that are complete as far as this mount can see.
+        """Yield generations that are complete as far as this mount can see: of those before one
+        that has just begun; else the one itself, of which a file was closed.
 
         The marker of a distributed checkpoint is on the mount of one node only. On the others a
         directory counts when a later save has begun and all its files are closed: for local space,
@@ -111,10 +112,15 @@ class Completion(Forecast):
         stream = self._of.get(generation)
         if stream is None or stream.marked:
             return
-        for record in sorted(self.records(stream), key=lambda r: r.generation):
-            older = record.generation < max(stream.numbers.values())
-            if record.state == State.WRITING and older and self._seems_whole(stream, record):
-                yield record.generation
+        newest = max(stream.numbers.values())
+        known = self.namespace.generations
+        asked = stream.numbers.values() if generation == newest else [generation]
+        for older in sorted(asked):
+            record = known.get(older)
+            if record is None or record.state != State.WRITING or older == newest:
+                continue
+            if self._seems_whole(stream, record):
+                yield older
 
     def _seems_whole(self, stream: Stream, record: layout.GenerationRecord) -> bool:
         members = self._members(record.generation)
@@ -124,7 +130,28 @@ class Completion(Forecast):
         matches = [self.match_of(record.stream, top) for top in tops if top.is_dir]
         if len(matches) != len(tops) or any(match is None or match.temporary for match in matches):
             return False
+        if len(members) < self._files_wanted(stream, record):
+            return False
         return sum(inode.size for inode in members) >= SIZE_EVIDENCE * stream.size
+
+    def _files_wanted(self, stream: Stream, record: layout.GenerationRecord) -> int:
+        """Return how many files a save must have to be presumed complete: as many as the one
+        before, but for the first of some in a row that have fewer."""
+        before = [len(self.members[r.generation]) for r in self.counted(stream)[:1]]
+        wanted = max(before, default=0)
+        fewer = [
+            r
+            for r in self.records(stream)
+            if r.generation > record.generation
+            and r.state == State.WRITING
+            and len(self.members.get(r.generation, ())) < wanted
+        ]
+        return 0 if len(fewer) >= MISSED_MOST else wanted
+
+    def is_newest(self, generation: int) -> bool:
+        """Whether a generation is that which was born last in its stream."""
+        stream = self._of.get(generation)
+        return stream is not None and generation == max(stream.numbers.values())
 
     def closed(self, generation: int) -> bool:
         """Whether a generation that was being written when a mount ended cleanly may yet count."""
@@ -201,13 +228,18 @@ class Completion(Forecast):
             return []
         return [self._writing(record)]
 
-    def judge(self, inode: Inode, stem: bytes, finding: lifetimes.Finding) -> str:
-        """What speaks against a single file that was just closed being whole; "" if nothing."""
+    def judge(self, inode: Inode, match: lifetimes.Match, finding: lifetimes.Finding) -> str:
+        """What speaks against a single file that was just closed being whole; "" if nothing.
+
+        Under a temporary name only what its own format says: its rename says the rest.
+        """
         if finding.verdict is lifetimes.Verdict.OK:
             return ""
         if finding.verdict is lifetimes.Verdict.BROKEN:
             return finding.reason
-        learned = self._of[inode.generation].stems.get(stem, 0)
+        if match.temporary:
+            return ""
+        learned = self._of[inode.generation].stems.get(match.stem, 0)
         if inode.size and inode.size >= SIZE_EVIDENCE * learned:
             return ""
         return f"{inode.size} bytes, the one before had {learned}"

@@ -48,10 +48,10 @@ class Contexts:
     def context(self, directory: int, name: bytes = b"") -> Context:
         """Return the context of a name in a directory, or of the directory itself."""
         base = self._of_directory(directory)
-        if not name or base.match is not None:
+        if not name or (base.match is not None and base.match.usual):
             return base
         match = self._recognise(base.chain, [*base.names, name])
-        if match is None:
+        if match is None or (base.match is not None and not match.is_directory):
             return base
         stream = self._stream_of(base.chain, match)
         return replace(base, match=match, stream=stream)

@@ -114,7 +114,11 @@ class Forecast(Membership):
     def _policy_for(self, record: layout.GenerationRecord) -> lifetimes.Policy:
         """Return the policy of a generation: an anchor or a retirement that is stated at one of
         its files goes before what its stream says."""
-        policies = [self.policy_of(inode) for inode in self.tops(record)]
+        members = [self.namespace.get(i) for i in self.members.get(record.generation, ())]
+        stating = [inode for inode in members if inode.xattrs]
+        around = {i.parent for i in members if i.ino not in self.namespace.links}
+        stating += [self.namespace.get(ino) for ino in sorted(around)]
+        policies = [self.policy_of(inode) for inode in (*self.tops(record), *stating)]
         policies.append(self.policy_of(self.namespace.get(record.stream)))
         stated = [p for p in policies if p.anchor] or [p for p in policies if p.retire is not None]
         return (stated or policies)[0]

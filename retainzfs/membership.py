@@ -36,12 +36,18 @@ class Membership(Contexts):
         for stream in here:
             if match.series in stream.series:
                 return stream
-        for stream in here:
-            # The second file of a save, like the optimizer's: no other job begins just now.
+        for stream in here if not match.is_directory else ():
+            # The second file of a save, like the optimizer's: no other job begins just now. Not so
+            # a directory, which has all of a save: its marker says nothing of another one.
             young = len(stream.history.births) <= YOUNG
-            if young and match.number == stream.newest:
+            if young and match.number == stream.newest and self._of_files(stream, match.number):
                 return stream
         return None
+
+    def _of_files(self, stream: Stream, number: int) -> bool:
+        """Whether a generation has files directly in its stream's directory."""
+        members = self.members.get(stream.numbers[number], ())
+        return any(self.namespace.get(ino).parent == stream.ino for ino in members)
 
     def known(self, directory: int, name: bytes) -> int:
         """Return the generation that a name belongs to, 0 when nothing was written of it."""

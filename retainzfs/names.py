@@ -75,6 +75,8 @@ class Names(Removal):
 
     async def link(self, ino: int, parent: int, name: bytes) -> Inode:
         await self._admit(GROWTH)
+        self._new_name(parent, name)
+        await self.inspect(self.namespace.get(ino), parent, name)
         directory = self._new_name(parent, name)
         inode = self.namespace.get(ino)
         if inode.is_dir:
@@ -98,6 +100,7 @@ class Names(Removal):
         for record in born:
             if isinstance(record, layout.GenerationRecord):
                 self._begun(record.generation)
+        self._doubtful(inode)
         known = self.retention.known(parent, name)
         whole = (State.COMPLETE, State.PRESUMED)
         if was is None or was.state in whole or was.generation == known:
@@ -167,7 +170,8 @@ class Names(Removal):
         bytes of the source reach the log before the name does."""
         await self._admit(RESERVE if len(new_name) > len(name) else None)
         ends = (parent, name, new_parent, new_name, flags)
-        source, target = self._ends(*ends)
+        await self.inspect(self._ends(*ends)[0], new_parent, new_name)
+        source, target = self._ends(*ends)  # others had their turn
         durable = self.syncs(source) or self._syncs_at(new_parent, new_name)
         exchange = bool(flags & RENAME_EXCHANGE)
         below = self._dirty_below(source, target if exchange else None)
@@ -344,6 +348,7 @@ class Names(Removal):
                 self.committer.log(*born, described._replace(generation=generation))
                 generation, left = self._left_with(inode, ())
                 self.committer.log(described._replace(generation=generation), *left)
+                self._doubtful(inode)
                 continue
             generation, records = self.retention.assign(parent, name, again=False)
             if generation == inode.generation:
@@ -355,7 +360,13 @@ class Names(Removal):
             self.retention.joined(inode)
             if generation and begins:
                 self._begun(generation)
+            self._doubtful(inode)
         self._arrived(source, new, renamed=was is not None and not was.temporary)
+
+    def _doubtful(self, inode: Inode) -> None:
+        """A file came into generations: what speaks against it speaks against them."""
+        for generation in self.retention.generations_of(inode) if inode.doubt else ():
+            self.committer.log_each(self.retention.incomplete(generation, inode.doubt))
 
     def _arrived(self, inode: Inode, place: tuple[int, bytes], *, renamed: bool = False) -> None:
         """What was written elsewhere, or under a temporary name, has its final one: it is whole.
@@ -403,9 +414,9 @@ class Names(Removal):
         An open file keeps its bytes until it is closed.
         """
         try:
+            due = self.retention.overdue(generation)  # by what is durable behind the commit
             await self.committer.commit()
             await self._ask_for_best(generation)
-            due = frozenset(self.retention.reapable(generation))
             # Asked anew each time: meanwhile a name may be another's, or a generation kept.
             while (first := next(self._retired(generation, due), None)) is not None:
                 await self._reap_one(*first)
@@ -453,6 +464,9 @@ class Names(Removal):
             names = self.retention.names_of(retired)
             if retired in due and names:
                 yield retired, names
+
+    async def inspect(self, inode: Inode, parent: int, name: bytes) -> None:
+        """A file is about to get a name; whoever can read it overrides this."""
 
     async def reaped(self, parent: int, name: bytes) -> None:
         """A name is gone without anybody having asked; whoever caches names overrides this."""

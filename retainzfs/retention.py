@@ -18,6 +18,8 @@ from retainzfs.reaping import Reaping
 from retainzfs.sightings import Series, Sightings
 from retainzfs.streams import State, Stream
 
+IDLE_MOST = 64  # streams of a directory that are remembered when they have no generation
+
 
 class Retention(Reaping):
     def __init__(self, *parts: Any) -> None:
@@ -80,7 +82,7 @@ class Retention(Reaping):
         series = {match.series for match in matches if match is not None}
         here = self.streams.setdefault(record.stream, [])
         for stream in here:
-            if stream.series & series or not series:
+            if stream.series & series or not (stream.series or series):
                 break
         else:
             stream = Stream(record.stream)
@@ -88,6 +90,7 @@ class Retention(Reaping):
         stream.series |= series
         stream.numbers[record.number] = record.generation
         self._of[record.generation] = stream
+        stream.marked = stream.marked or record.state == State.COMPLETE
         if record.state == State.INCOMPLETE:
             self.reasons[record.generation] = "it was not complete at the last unmount"
             stream.history.fail(record.generation)
@@ -98,7 +101,12 @@ class Retention(Reaping):
         stream = self._find(directory, match)
         if stream is None:
             stream = Stream(directory)
-            self.streams.setdefault(directory, []).append(stream)
+            here = self.streams.setdefault(directory, [])
+            idle = [old for old in here if not old.numbers]
+            for old in idle[: max(0, len(idle) - IDLE_MOST)]:
+                here.remove(old)
+                self.series[directory] -= old.series
+            here.append(stream)
         stream.series.add(match.series)
         self._know(stream)
         return stream
@@ -300,7 +308,7 @@ class Retention(Reaping):
         self._sightings.forget(directory, name)
         known = lifetimes.series_of(name)
         assert known is not None, "a name that was sighted has a series"
-        stream = Stream(directory, {known})
+        stream = Stream(directory, {known}, sighted=True)
         for number, epoch in enumerate(series.births, start=1):
             stream.history.begin(-number, epoch)
         stream.history.lives = [(life, 0) for life in series.lives]

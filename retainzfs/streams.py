@@ -16,6 +16,8 @@ it is in none of the namespaces of xattr(7)."""
 
 STORED_MAX = 12 << 10  # bytes; an operation with it fits into the smallest batch
 
+STREAMS_STORED = 64  # no more of them fit
+
 PREDICTED_STORED = 64  # generations whose first hint outlives the mount
 
 MISSED_MOST = 3
@@ -48,6 +50,7 @@ class Stream:
     missed: dict[bytes, int] = field(default_factory=dict)  # stem → saves in a row without it
     stale: int = 0  # saves since the retirements of all generations were looked at
     marked: bool = False  # there was strong evidence of completeness, so weaker counts for nothing
+    sighted: bool = False  # it shows by its deletions alone that it is one
     # Generation → retirement, and why, as they were when its first byte was placed.
     predicted: dict[int, tuple[float, str]] = field(default_factory=dict)
 
@@ -70,6 +73,7 @@ class Stream:
             "companions": sorted(map(_text, self.companions)),
             "missed": {_text(stem): count for stem, count in self.missed.items()},
             "marked": self.marked,
+            "sighted": self.sighted,
             "predicted": {str(g): [history.stored(epoch), why] for g, (epoch, why) in predicted},
             **self.history.encode(),
         }
@@ -88,6 +92,7 @@ class Stream:
                 companions={_name(text) for text in told["companions"]},
                 missed={_name(text): int(count) for text, count in told["missed"].items()},
                 marked=bool(told["marked"]),
+                sighted=bool(told.get("sighted", False)),
                 predicted={
                     int(g): (history.told(epoch), str(why))
                     for g, (epoch, why) in told["predicted"].items()
@@ -102,6 +107,7 @@ def dumps(streams: list[Stream]) -> bytes:
 
     Of a directory with many jobs that is what hints are made of; of one with very many the newest.
     """
+    streams = streams[-STREAMS_STORED:]
     told = [stream.encode() for stream in streams]
     stored = _compact(told)
     if len(stored) > STORED_MAX:

@@ -85,6 +85,13 @@ def _alive() -> bool:
     return False  # has not died
 
 
+def _ill_closed(inode: Inode, *, died: Callable[[], bool]) -> str:
+    """Return why the bytes of a closed file may not be all, whatever they are; "" if nothing."""
+    if died():
+        return "the process that was writing it was killed, or failed, with the file open"
+    return "a write to it failed" if inode.error is not None or inode.missing else ""
+
+
 class Volume(Names):
     """A mounted volume; made by `mounted`."""
 
@@ -266,19 +273,17 @@ class Volume(Names):
         writes = inode.writes
         if inode.nlink == 0 or not inode.is_file:
             return
-        if not inode.generation:
-            inode.judged = writes
-            await self._follow_tracker(inode)
-            return
         names = self.namespace.components(inode.ino)
         match = self.retention.context(inode.parent, names[-1]).match
         completes = False
-        doubt = ""
-        if died():
-            doubt = "the process that was writing it was killed, or failed, with the file open"
-        elif inode.error is not None or inode.missing:
-            doubt = "a write to it failed"
-        elif match is None or match.temporary or match.depth != len(names) - 1:
+        doubt = _ill_closed(inode, died=died)
+        if not inode.generation:
+            inode.judged, inode.doubt = writes, doubt  # it may yet get the name of one
+            await self._follow_tracker(inode)
+            return
+        if doubt:
+            pass
+        elif match is None or match.depth != len(names) - 1:
             completes = self.retention.marked(inode.parent, names[-1])
         else:
             try:
@@ -292,14 +297,14 @@ class Volume(Names):
                 await self._judge(inode, died=died)
                 return
             if finding is not None:
-                doubt = self.retention.judge(inode, match.stem, finding)
-            completes = not doubt
+                doubt = self.retention.judge(inode, match, finding)
+            completes = not doubt and not match.temporary
         inode.judged, inode.doubt = writes, doubt  # not before: others of the generation wait
         if inode.doubt:
             self.committer.log_each(self.retention.incomplete(inode.generation, inode.doubt))
         elif completes or inode.generation in self.retention.claimed:
             self.completed(inode.generation)
-        else:
+        elif not self.retention.is_newest(inode.generation):
             self.presume(inode.generation)
 
     async def _examine(self, inode: Inode, name: bytes) -> lifetimes.Finding:
@@ -314,6 +319,23 @@ class Volume(Names):
         except StopIteration as stop:
             finding: lifetimes.Finding = stop.value
             return finding
+
+    async def inspect(self, inode: Inode, parent: int, name: bytes) -> None:
+        """A file that was in no generation gets a name of one: judge its bytes as a close would."""
+        context = self.retention.context(parent, name)
+        match = context.match
+        if match is None or match.temporary or match.depth < len(context.names):
+            return
+        if inode.generation or not inode.is_file or inode.doubt:
+            return
+        writes = inode.writes
+        try:
+            with self.kept(inode):
+                finding = await self._examine(inode, name)
+        except errors.Unreadable as error:
+            finding = lifetimes.Finding(lifetimes.Verdict.BROKEN, error.args[2])
+        if finding.verdict is lifetimes.Verdict.BROKEN and inode.writes == writes:
+            inode.doubt = finding.reason
 
     async def _follow_tracker(self, inode: Inode) -> None:
         """A file outside the generations was closed; perhaps it says which one is complete."""

@@ -38,6 +38,8 @@ class Match:
     """Certain when components follow; else what this layout usually makes."""
     stem: bytes
     final: bytes
+    usual: bool = True
+    """A layout has such names; else somebody knew this one."""
 
     @property
     def series(self) -> bytes:
@@ -271,7 +273,7 @@ def _known(components: Sequence[bytes], knows: Knows) -> Match | None:
         is_directory = b"." not in series.rpartition(BARE)[2] or depth + 1 < len(components)
         layout = Layout.NUMBERED if is_directory else Layout.PLAIN
         number = number_in(final)
-        return Match(depth, layout, number, temporary, is_directory, series, final)
+        return Match(depth, layout, number, temporary, is_directory, series, final, usual=False)
     return None
 
 
