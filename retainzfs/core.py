@@ -180,6 +180,9 @@ class Core:
                     ended = "the mount ended while it was being written"
                     records = volume.retention.incomplete(record.generation, ended)
                     volume.committer.log_each(records)
+            for generation in volume.retention.torn:
+                moved = "its files were being moved when the mount ended"
+                volume.committer.log_each(volume.retention.incomplete(generation, moved))
             volume.committer.log_each(volume.retention.reconfigured())
             if not recovered.clean:
                 await volume._begin_anew()

@@ -25,6 +25,7 @@ class Retention(Reaping):
     def __init__(self, *parts: Any) -> None:
         super().__init__(*parts)
         self.reaping: set[int] = set()  # generations that we delete, not their programs
+        self.torn: list[int] = []  # generations that a crash met while their files were moved
         self._sightings = Sightings()
 
     def restore(self) -> None:
@@ -80,6 +81,9 @@ class Retention(Reaping):
         """A generation has these names: they tell its stream."""
         matches = [self.context(*place).match for place in names]
         series = {match.series for match in matches if match is not None}
+        numbers = {match.number for match in matches if match is not None}
+        if numbers and record.number not in numbers:
+            self.torn.append(record.generation)
         here = self.streams.setdefault(record.stream, [])
         for stream in here:
             if stream.series & series or not (stream.series or series):

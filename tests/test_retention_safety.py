@@ -295,3 +295,19 @@ async def test_a_torn_file_that_comes_into_a_complete_generation(
         else:
             await volume.rename(ROOT, b"scratch", step, b"shard-000.bin")
         assert states(volume) == {1: "incomplete"}
+
+
+async def test_a_move_that_a_crash_cut_short_leaves_nothing_that_counts(mount: Options) -> None:
+    """The name is moved as one operation, and which generation each file is in follows."""
+    device = await formatted(small_device())
+    async with mounted(device, mount) as volume:
+        step = await directory(volume, b"step-5")
+        await put(volume, step, b"shard", b"x" * 9000)
+        await put(volume, step, b".metadata", b"m" * 300)
+        assert states(volume) == {5: "complete"}
+        volume._regroup = lambda *_: None  # type: ignore[method-assign]
+        await volume.rename(ROOT, b"step-5", ROOT, b"step-7")
+    async with mounted(device, mount) as volume:
+        (row,) = volume.generations(ROOT)
+        assert (row["path"], row["state"]) == ("/step-7", "incomplete")
+        assert row["reason"] == "its files were being moved when the mount ended"
