@@ -104,7 +104,8 @@ def _row(
     namespace = retention.namespace
     inodes = [namespace.get(i) for i in retention.members.get(record.generation, ())]
     zones = {e.run.zone for i in inodes for e in i.extents if e.run.zone >= 0}
-    beside = {generation for zone in zones for generation in table[zone].live}
+    # A damaged image may name zones that are not there.
+    beside = {g for zone in zones if zone < len(table.zones) for g in table[zone].live}
     others = [namespace.generations.get(g) for g in beside - {record.generation}]
     return {
         "number": record.number,

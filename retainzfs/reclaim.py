@@ -306,7 +306,7 @@ class Reclaim:
         if kind is Kind.COLLECTION:
             return
         for zone in self.table.active(Kind.COLLECTION):
-            if zone.tail and not zone.reserved and self.table.slots(kind):
+            if zone.tail and not zone.reserved and self.table.has_slot(kind):
                 self.table.adopt(zone, kind)
 
     def _has_destination(self, victim: Zone) -> bool:

@@ -317,6 +317,10 @@ class ZoneTable:
             return max(0, 1 - len(self.partial(group)))
         return max(0, self.limits.total - self._partial_data())
 
+    def has_slot(self, kind: Kind) -> bool:
+        """Whether `kind` may have one more active zone at once, without waiting for a slot."""
+        return self.active_data() < self.limits.total and self.slots(kind) > 0
+
     def crowded_by(self, kind: Kind) -> Kind | None:
         """The group that has to finish a zone before `kind` may open one; None if nobody has to."""
         group = self.group(kind)
@@ -380,7 +384,7 @@ class ZoneTable:
             empties, allowed = self.empty, len(self._active[group]) < COLLECTION_ACTIVE
         else:
             empties = self.empty_available
-            allowed = self.active_data() < self.limits.total and self.slots(group) > 0
+            allowed = self.has_slot(group)
         if not empties:
             raise NoSpace("every zone is in use or kept for collection")
         if not allowed:
@@ -404,6 +408,7 @@ class ZoneTable:
         """A zone that collection filled in part goes on as a zone of its bytes' kind."""
         assert zone.kind is Kind.COLLECTION, f"zone {zone.index}: adopted from {zone.kind.name}"
         assert zone.active, f"zone {zone.index}: adopted while {zone.state.name}"
+        assert self.has_slot(kind), f"zone {zone.index}: adopted beyond the limit of active zones"
         with self._changing(zone):
             zone.kind = self.group(kind)
 

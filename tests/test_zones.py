@@ -416,3 +416,22 @@ def test_summary_of_promises_that_are_nobodys_yet() -> None:
     table.reserve(zone, BLOCK)
     seen = summary(zone, float, now=4.0)
     assert (seen.retire_min, seen.retire_max) == (5.0, 5.0)
+
+
+def test_a_zone_that_fills_up_has_its_slot_until_it_is_full() -> None:
+    """What is promised and not yet written is active all the same: collection has to wait."""
+    table = make(active=6)
+    total = table.limits.total
+    for _ in range(total):
+        zone = table.acquire(Kind.FINITE)
+        assert zone is not None
+        table.reserve(zone, CAPACITY)
+    copies = filled(table, Kind.COLLECTION, 4)
+    assert table.slots(Kind.FINITE) == total, "they come back by themselves"
+    assert not table.has_slot(Kind.FINITE)
+    with pytest.raises(AssertionError, match="beyond the limit"):
+        table.adopt(copies, Kind.FINITE)
+    table.written(table.active(Kind.FINITE)[0], CAPACITY)
+    assert table.has_slot(Kind.FINITE)
+    table.adopt(copies, Kind.FINITE)
+    assert table.active_data() == total
