@@ -36,7 +36,7 @@ class Forecast(Membership):
     def counted(self, stream: Stream) -> list[layout.GenerationRecord]:
         """Return the generations that count as complete, the last completed first."""
         weak = () if stream.marked else (State.PRESUMED,)
-        states = (State.COMPLETE, State.RETIRED, *weak)
+        states = (State.COMPLETE, *weak)
         counted = [record for record in self.records(stream) if record.state in states]
         return sorted(counted, key=lambda record: -record.order)
 

@@ -72,13 +72,9 @@ class Reaping(Completion):
 
     def _holds_streams(self, record: layout.GenerationRecord) -> bool:
         tops = {top.ino for top in self.tops(record)}
-        for ino in self.streams.keys() - {record.stream, *self.members[record.generation]}:
-            inode = self.namespace.inodes.get(ino)
-            while inode is not None and inode.ino != ROOT:
-                if inode.ino in tops:
-                    return True
-                inode = self.namespace.inodes.get(inode.parent)
-        return False
+        others = self.streams.keys() - {record.stream, *self.members[record.generation]}
+        streams = [self.namespace.get(ino) for ino in others & self.namespace.inodes.keys()]
+        return any(self.namespace.below(inode, top) for inode in streams for top in tops)
 
     def kept(self, stream: Stream) -> dict[int, str]:
         """Return what is not to be deleted whatever policy says: generation → why."""

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ from hypothesis import settings
 
 from retainzfs import mkfs, mounts, unmounting
 from retainzfs.errors import RetainzError
+from retainzfs.volume import Options
 from tests import helpers, simulation
 from tests.witness import WatchedDevice
 
@@ -169,6 +171,27 @@ def fresh() -> Iterator[Live]:
     """A formatted target of its own; the test mounts it, kills it, mounts it again."""
     with living() as live:
         yield live
+
+
+@pytest.fixture
+def clock() -> helpers.Clock:
+    """The time of a volume on a device in memory."""
+    return helpers.Clock()
+
+
+@pytest.fixture
+def mount(clock: helpers.Clock) -> Options:
+    """How such a volume is mounted, again and again with the time going on."""
+    return helpers.options(clock)
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    """Return when something is true that the daemon does by itself: of this the kernel has no
+    event, inotify(7) included."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.01)
 
 
 def as_user(uid: int, code: str) -> subprocess.CompletedProcess[str]:

@@ -8,14 +8,13 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from retainzfs import hints, unmounting
 from retainzfs.errors import BadAttribute, IncompleteGeneration, NoGeneration
-from tests.conftest import PATIENCE_S, Live, run_python
+from tests.conftest import PATIENCE_S, Live, run_python, wait_until
 
 pytestmark = pytest.mark.fuse
 
@@ -39,14 +38,6 @@ def fail(run: Path, step: int) -> None:
     with hints.generation(run / f"step-{step}") as directory:
         (directory / "model.bin").write_bytes(DATA)
         raise Interrupted
-
-
-def soon(check: Callable[[], bool]) -> bool:
-    """Whether something becomes true that nothing announces."""
-    end_s = time.monotonic() + PATIENCE_S
-    while not (true := check()) and time.monotonic() < end_s:
-        time.sleep(0.01)
-    return true
 
 
 # Attributes
@@ -154,7 +145,7 @@ def test_a_failed_save_counts_for_nothing(room: Path, again: bool) -> None:
     assert states(room) == [(1, "complete"), (2, "writing")]
     assert (room / "step-1" / "model.bin").read_bytes() == DATA
     save(room, 2 if again else 3)
-    assert soon(lambda: not (room / "step-1").exists())
+    wait_until(lambda: not (room / "step-1").exists(), "it was not reaped")
     after = [(2, "complete")] if again else [(2, "incomplete"), (3, "complete")]
     assert states(room) == after
 
@@ -179,7 +170,7 @@ def test_reap_leaves_the_newest_two(room: Path) -> None:
     hints.set(room, keep_last=2, reap=True)
     for step in range(1, 7):
         save(room, step)
-    assert soon(lambda: sorted(os.listdir(room)) == ["step-5", "step-6"])
+    wait_until(lambda: sorted(os.listdir(room)) == ["step-5", "step-6"], "it was not reaped")
     assert states(room) == [(5, "complete"), (6, "complete")]
     assert (room / "step-5" / "model.bin").read_bytes() == DATA
 

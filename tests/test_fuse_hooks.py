@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from retainzfs import hints, hooks
-from tests.conftest import run_python
-from tests.test_fuse_hints import soon, states
+from tests.conftest import run_python, wait_until
+from tests.test_fuse_hints import states
 
 torch = pytest.importorskip("torch")
 from torch.distributed.checkpoint.api import CheckpointException  # noqa: E402
@@ -65,7 +65,7 @@ def test_dcp_declares_and_commits(room: Path) -> None:
     hints.set(room, keep_last=2, reap=True)
     for step in range(1, 5):
         save(state(step), storage_writer=Writer(room / f"step-{step}"))
-    assert soon(lambda: sorted(os.listdir(room)) == ["step-3", "step-4"])
+    wait_until(lambda: sorted(os.listdir(room)) == ["step-3", "step-4"], "it was not reaped")
     assert states(room) == [(3, "complete"), (4, "complete")]
     assert hints.get(room / "step-4").size == BYTES
     loaded = state(0)
@@ -197,7 +197,7 @@ def test_hf_takes_keep_last_from_save_total_limit(room: Path) -> None:
 def test_hf_leaves_alone_what_is_set_and_reap_deletes(room: Path) -> None:
     hints.set(room, keep_last=3, reap=True)
     train_hf(room / "run", save_total_limit=None)
-    assert soon(lambda: checkpoints(room / "run") == [8, 10, 12])
+    wait_until(lambda: checkpoints(room / "run") == [8, 10, 12], "it was not reaped")
     assert hints.get(room / "run") == hints.Attributes()
 
 
@@ -208,7 +208,7 @@ def test_hf_anchors_the_best(room: Path) -> None:
         room / "run", load_best_model_at_end=True, metric_for_best_model="eval_loss",
         greater_is_better=False, losses=[3.0, 2.0, 1.0, 4.0, 5.0, 6.0],
     )  # fmt: skip
-    assert soon(lambda: checkpoints(room / "run") == [6, 10, 12])
+    wait_until(lambda: checkpoints(room / "run") == [6, 10, 12], "it was not reaped")
     assert [(row.number, row.anchor) for row in hints.generations(room)] == [
         (6, True),
         (10, False),

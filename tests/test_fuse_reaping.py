@@ -8,14 +8,12 @@ import shutil
 import signal
 import subprocess
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.conftest import PATIENCE_S, Live, retainzfs
+from tests.conftest import PATIENCE_S, Live, retainzfs, wait_until
 
 pytestmark = pytest.mark.fuse
 
@@ -38,13 +36,6 @@ def save(run: Path, step: int, files: int = 2, size: int = 64 * KIB) -> Path:
         (path / "shards" / f"{number:03}.bin").write_bytes(os.urandom(size))
     (path / "trainer_state.json").write_text("{}")
     return path
-
-
-def wait_until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.01)
 
 
 def reaped(path: Path) -> None:

@@ -22,7 +22,6 @@ from tests.helpers import (
     Clock,
     formatted,
     mounted,
-    options,
     put,
     small_device,
     tree,
@@ -55,16 +54,6 @@ def states(volume: Volume, ino: int = ROOT) -> dict[int, str]:
 
 def row(volume: Volume, number: int) -> dict[str, Any]:
     return next(r for r in volume.generations(ROOT) if r["number"] == number)
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def mount(clock: Clock) -> Options:
-    return options(clock)
 
 
 async def test_a_closed_archive_is_complete_and_a_broken_one_is_not(mount: Options) -> None:

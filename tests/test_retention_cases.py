@@ -9,24 +9,17 @@ import pytest
 import trio.testing
 
 from retainzfs import fsck
-from retainzfs.volume import ROOT, Options, Volume
+from retainzfs.volume import ROOT, Volume
 from tests.helpers import (
-    Clock,
     content,
     formatted,
     mounted,
-    options,
     put,
     small_device,
 )
 from tests.test_retention import archive, closed, directory, opened, row, states
 
 pytestmark = [pytest.mark.volume, pytest.mark.power_cuts(5)]
-
-
-@pytest.fixture
-def mount() -> Options:
-    return options(Clock())
 
 
 async def settled(volume: Volume) -> None:

@@ -254,7 +254,7 @@ class Fuzz:
             self.wait,
             self.wait,
         )
-        with contextlib.suppress(errors.RetainzError):
+        with contextlib.suppress(errors.FSError, errors.NoSpace, errors.BadAttribute):
             await self.rng.choice(acts)()
 
     # What must be true

@@ -18,7 +18,6 @@ from tests.helpers import (
     formatted,
     mounted,
     noise,
-    options,
     put,
     small_device,
     zones_of,
@@ -31,16 +30,6 @@ CADENCE_S = 100.0
 SAVE_S = 4.0
 SHARD = noise(70_000)
 LARGE = noise(1 << 20)
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def mount(clock: Clock) -> Options:
-    return options(clock)
 
 
 class Trainer:

@@ -8,13 +8,11 @@ import random
 import pytest
 
 from retainzfs import fsck
-from retainzfs.volume import ROOT, FSError, Options, Volume
+from retainzfs.volume import ROOT, FSError, Volume
 from tests.helpers import (
-    Clock,
     content,
     formatted,
     mounted,
-    options,
     put,
     small_device,
     zones_of,
@@ -24,11 +22,6 @@ from tests.test_retention import archive, closed, directory, opened, row, states
 from tests.test_retention_cases import names, remove, settled
 
 pytestmark = [pytest.mark.volume, pytest.mark.power_cuts(5)]
-
-
-@pytest.fixture
-def mount() -> Options:
-    return options(Clock())
 
 
 # Hard links between generations

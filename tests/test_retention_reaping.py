@@ -11,14 +11,12 @@ import pytest
 import trio.testing
 
 from retainzfs import fsck
-from retainzfs.volume import ROOT, FSError, Options, Volume
+from retainzfs.volume import ROOT, FSError, Volume
 from tests.helpers import (
     FILE,
-    Clock,
     content,
     formatted,
     mounted,
-    options,
     put,
     small_device,
     tree,
@@ -29,11 +27,6 @@ from tests.test_retention_cases import checkpoint, names, remove, settled
 from tests.witness import WatchedDevice
 
 pytestmark = [pytest.mark.volume, pytest.mark.power_cuts(5)]
-
-
-@pytest.fixture
-def mount() -> Options:
-    return options(Clock())
 
 
 # Reaping is atomic

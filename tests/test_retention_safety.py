@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from retainzfs.volume import ROOT, Options, Volume
-from tests.helpers import Clock, formatted, mounted, noise, options, put, small_device
+from tests.helpers import Clock, formatted, mounted, noise, put, small_device
 from tests.test_retention import archive, closed, directory, opened, states
 from tests.test_retention_cases import checkpoint, names, settled
 
@@ -13,16 +13,6 @@ pytestmark = [pytest.mark.volume, pytest.mark.power_cuts(3)]
 
 LINK = 0o120777
 LARGE = noise(1 << 20)
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def mount(clock: Clock) -> Options:
-    return options(clock)
 
 
 async def reaping(volume: Volume, keep: bytes = b"1") -> None:
