@@ -61,9 +61,11 @@ RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 # Outside packages, and who may import them: FUSE stays in the adapter, and what is pure neither
 # waits nor touches a descriptor.
 FUSE_ROOMS = {"fs", "control", "session"}
-PURE = {"errors", "layout", "lifetimes", "zones", "placement", "inodes", "namespace", "consistency"}
-PURE |= {"maps", "config", "history", "sightings", "streams", "contexts", "forecast"}
-PURE |= {"completion", "retention"}
+PURE = {
+    *("errors", "layout", "lifetimes", "zones", "placement", "inodes", "maps", "namespace"),
+    *("consistency", "config", "history", "sightings", "streams", "contexts", "membership"),
+    *("forecast", "completion", "reaping", "retention", "generations"),
+}
 IMPURE = {"trio", "pyfuse3", "subprocess", "socket", "threading", "asyncio"}
 
 
