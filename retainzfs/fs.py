@@ -39,7 +39,13 @@ log = logging.getLogger(__name__)
 BLOCK_SIZE = 1 << 20  # st_blksize: programs size their buffers by it
 # All changes but reaping come through this kernel, so it could keep names and attributes for long;
 # more than a second gains nothing, and the times of a reaped directory shall not be stale for long.
+# Names that may be reaped it does not keep at all. Telling it of one that went would be the other
+# way; then its lock on the directory is waited for, in the kernel, for ever if a kill -9 meets us
+# there and the holder of the lock waits for our answer.
 TIMEOUT_S = 1.0
+GRACE_S = 0.1  # for a request that follows a lookup which was answered just before a reaping
+# Since 6.6 the kernel drops the pages of what is written past them; before, we have to ask for it.
+DROPS_PAGES = tuple(map(int, os.uname().release.split(".")[:2])) >= (6, 6)
 # include/linux/sched.h: a process is ending, was killed by a signal.
 PF_EXITING, PF_SIGNALED = 0x4, 0x400
 
@@ -70,11 +76,10 @@ class ServedVolume(Volume):
 
     served = False
 
-    async def reaped(self, parent: int, name: bytes) -> None:
-        """The kernel did not ask for this deletion: let it look again."""
+    async def reaped(self) -> None:
+        """The kernel did not ask for this deletion: let it do what it is about to."""
         if self.served:
-            # In a thread, since it waits for requests on the parent that we are answering.
-            await trio.to_thread.run_sync(_expire_name, parent, name, abandon_on_cancel=True)
+            await trio.sleep(GRACE_S)
 
 
 @dataclass(slots=True)
@@ -133,18 +138,21 @@ class Filesystem(pyfuse3.Operations):
         entry.attr_timeout = entry.entry_timeout = TIMEOUT_S
         return entry
 
-    def _entry(self, inode: Inode) -> EntryAttributes:
-        """Return the attributes for a reply after which the kernel knows the inode."""
+    def _entry(self, inode: Inode, parent: int) -> EntryAttributes:
+        """Return the attributes for a reply after which the kernel knows the inode by a name."""
         inode.lookups += 1
-        return self._attributes(inode)
+        entry = self._attributes(inode)
+        if self.volume.reaps(parent):
+            entry.entry_timeout = 0
+        return entry
 
     @answers
     async def lookup(self, parent: int, name: bytes, ctx: RequestContext) -> EntryAttributes:
         if control.owns(parent) and name == b"..":
-            return self._entry(self.volume.inode(ROOT))
+            return self._entry(self.volume.inode(ROOT), ROOT)
         if control.owns(parent) or (parent == ROOT and name == control.NAME):
             return self.control.lookup(parent, name)
-        return self._entry(self.volume.lookup(parent, name))
+        return self._entry(self.volume.lookup(parent, name), parent)
 
     async def forget(self, inode_list: Sequence[tuple[int, int]]) -> None:
         for ino, count in inode_list:
@@ -210,13 +218,13 @@ class Filesystem(pyfuse3.Operations):
     async def mknod(
         self, parent: int, name: bytes, mode: int, rdev: int, ctx: RequestContext
     ) -> EntryAttributes:
-        return self._entry(await self._make(parent, name, mode, ctx, rdev=rdev))
+        return self._entry(await self._make(parent, name, mode, ctx, rdev=rdev), parent)
 
     @answers
     async def mkdir(
         self, parent: int, name: bytes, mode: int, ctx: RequestContext
     ) -> EntryAttributes:
-        return self._entry(await self._make(parent, name, mode, ctx))
+        return self._entry(await self._make(parent, name, mode, ctx), parent)
 
     @answers
     async def symlink(
@@ -225,7 +233,7 @@ class Filesystem(pyfuse3.Operations):
         self._ours(parent, name)
         mode = stat.S_IFLNK | 0o777
         inode = await self.volume.make(parent, name, mode, ctx.uid, ctx.gid, target=target)
-        return self._entry(inode)
+        return self._entry(inode, parent)
 
     async def _make(
         self, parent: int, name: bytes, mode: int, ctx: RequestContext, rdev: int = 0
@@ -240,7 +248,7 @@ class Filesystem(pyfuse3.Operations):
     ) -> EntryAttributes:
         self._ours(ino)
         self._ours(new_parent, new_name)
-        return self._entry(await self.volume.link(ino, new_parent, new_name))
+        return self._entry(await self.volume.link(ino, new_parent, new_name), new_parent)
 
     @answers
     async def unlink(self, parent: int, name: bytes, ctx: RequestContext) -> None:
@@ -280,7 +288,7 @@ class Filesystem(pyfuse3.Operations):
     ) -> tuple[FileInfo, EntryAttributes]:
         mode = stat.S_IFREG | stat.S_IMODE(mode)
         inode = await self._make(parent, name, mode, ctx)
-        return self._open(inode, flags, ctx), self._entry(inode)
+        return self._open(inode, flags, ctx), self._entry(inode, parent)
 
     @answers
     async def open(self, ino: int, flags: int, ctx: RequestContext) -> FileInfo:
@@ -352,8 +360,8 @@ class Filesystem(pyfuse3.Operations):
         self.volume.close(file.ino)
 
     async def _expire_pages(self, file: File) -> None:
-        """Kernels before 6.6 keep pages beside a write that went past them."""
-        if file.cached or not file.wrote or not self._readers[file.ino]:
+        """Older kernels keep pages beside a write that went past them."""
+        if DROPS_PAGES or file.cached or not file.wrote or not self._readers[file.ino]:
             return
         file.wrote = False
         # In a thread: the kernel may want to write pages back first, and we have to answer that.
@@ -381,6 +389,8 @@ class Filesystem(pyfuse3.Operations):
                 attributes = await self.getattr(ino, None)  # type: ignore[arg-type]
             except FUSEError:
                 continue  # deleted since the listing was made
+            if not control.owns(directory.ino) and self.volume.reaps(directory.ino):
+                attributes.entry_timeout = 0
             if not pyfuse3.readdir_reply(token, name, attributes, position + 1):
                 return
             if name not in (b".", b"..") and not control.owns(ino):
@@ -457,11 +467,6 @@ def _without_privileges(inode: Inode) -> int | None:
 def _expire_inode(ino: int) -> None:
     with suppress(FileNotFoundError):  # the kernel has forgotten it
         pyfuse3.invalidate_inode(ino)
-
-
-def _expire_name(parent: int, name: bytes) -> None:
-    with suppress(FileNotFoundError):
-        pyfuse3.invalidate_entry(parent, name)
 
 
 def _process(thread: int) -> int:

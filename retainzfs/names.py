@@ -433,8 +433,7 @@ class Names(Removal):
             for parent, name in names:
                 log.info("reaping %s/%s", self.namespace.path(parent), os.fsdecode(name))
             self.remove_trees(names, *self.retention.retire(retired))
-            for parent, name in names:
-                await self.reaped(parent, name)
+            await self.reaped()
         finally:
             fading -= tops
 
@@ -468,5 +467,9 @@ class Names(Removal):
     async def inspect(self, inode: Inode, parent: int, name: bytes) -> None:
         """A file is about to get a name; whoever can read it overrides this."""
 
-    async def reaped(self, parent: int, name: bytes) -> None:
-        """A name is gone without anybody having asked; whoever caches names overrides this."""
+    async def reaped(self) -> None:
+        """Names are gone without anybody having asked; whoever answers for them overrides this."""
+
+    def reaps(self, directory: int) -> bool:
+        """Whether names may go from a directory without anybody having asked."""
+        return self.retention.policy_of(self.namespace.get(directory)).reap

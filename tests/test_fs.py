@@ -80,6 +80,7 @@ async def test_readers_see_what_went_past_the_page_cache(
 ) -> None:
     expired: list[int] = []
     monkeypatch.setattr(fs, "_expire_inode", expired.append)
+    monkeypatch.setattr(fs, "DROPS_PAGES", False)
     ino = await made(adapter, b"file", b"content")
     assert expired == [], "nobody has pages"
     reader = await adapter.open(ino, os.O_RDONLY, CONTEXT)
@@ -98,15 +99,26 @@ async def test_readers_see_what_went_past_the_page_cache(
     await adapter.release(writer.fh)
 
 
-async def test_reaped_names_are_forgotten_while_served(
+async def test_the_kernel_keeps_no_name_that_may_be_reaped(
     adapter: Filesystem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expired: list[tuple[int, bytes]] = []
-    monkeypatch.setattr(fs, "_expire_name", lambda *what: expired.append(what))
-    await adapter.volume.reaped(ROOT, b"early")
-    adapter.volume.served = True
-    await adapter.volume.reaped(ROOT, b"name")
-    assert expired == [(ROOT, b"name")]
+    """Nor the one that a listing tells it."""
+    await made(adapter, b"file", b"content")
+    assert (await adapter.lookup(ROOT, b"file", CONTEXT)).entry_timeout == fs.TIMEOUT_S
+    await adapter.volume.setxattr(ROOT, b"user.retainz.reap", b"1")
+    assert (await adapter.lookup(ROOT, b"file", CONTEXT)).entry_timeout == 0
+    assert (await adapter.mkdir(ROOT, b"step-1", 0o755, CONTEXT)).entry_timeout == 0
+    told: list[float] = []
+
+    def reply(_: object, __: bytes, entry: pyfuse3.EntryAttributes, ___: int) -> bool:
+        told.append(entry.entry_timeout)
+        return True
+
+    monkeypatch.setattr(pyfuse3, "readdir_reply", reply)
+    fh = await adapter.opendir(ROOT, CONTEXT)
+    await adapter.readdir(fh, 0, pyfuse3.ReaddirToken())
+    await adapter.releasedir(fh)
+    assert set(told) == {0}
 
 
 async def test_lookups_are_counted(adapter: Filesystem, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,7 +100,7 @@ def test_what_is_open_keeps_its_bytes(room: Path) -> None:
         save(run, 2)
         reaped(first)
         assert file.read() == data
-        assert os.listdir(directory) == []
+        wait_until(lambda: not os.listdir(directory), "what is open was not emptied")
         with pytest.raises(FileNotFoundError):
             os.open("late", os.O_CREAT | os.O_WRONLY, dir_fd=directory)
         os.close(directory)
