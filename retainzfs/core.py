@@ -239,13 +239,16 @@ class Core:
         if inode.nlink == 0 and not inode.in_use:
             self.discard(inode)
 
-    def forget(self, ino: int, count: int) -> None:
-        """So many lookups of an inode are not remembered any more."""
-        inode = self.namespace.get(ino)
+    def forget(self, ino: int, count: int) -> bool:
+        """So many lookups of an inode are not remembered any more; return whether none is."""
+        inode = self.namespace.inodes.get(ino)
+        if inode is None:
+            return True  # it was reaped
         inode.lookups -= count
         assert inode.lookups >= 0, "an inode is forgotten as often as it was looked up"
         if inode.nlink == 0 and not inode.in_use:
             self.discard(inode)
+        return inode.lookups == 0
 
     @contextmanager
     def kept(self, inode: Inode) -> Iterator[None]:

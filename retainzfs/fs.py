@@ -158,9 +158,8 @@ class Filesystem(pyfuse3.Operations):
         for ino, count in inode_list:
             if control.owns(ino):
                 continue
-            if self.volume.inode(ino).lookups == count:
+            if self.volume.forget(ino, count):
                 self._pages.pop(ino, None)
-            self.volume.forget(ino, count)
 
     @answers
     async def getattr(self, ino: int, ctx: RequestContext) -> EntryAttributes:

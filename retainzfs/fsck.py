@@ -189,7 +189,7 @@ def structure(device: Device, namespace: Namespace) -> Iterator[str]:
 
 def _file(namespace: Namespace, inode: Inode) -> Iterator[str]:
     path = namespace.path(inode.ino)
-    if inode.is_dir and inode.ino != inode.parent and inode.parent not in namespace.inodes:
+    if inode.is_dir and inode.nlink and inode.parent not in namespace.inodes:
         yield f"{path}: its parent directory, inode {inode.parent}, does not exist"
     if inode.nlink and inode.generation and inode.generation not in namespace.generations:
         yield f"{path}: belongs to generation {inode.generation}, which does not exist"

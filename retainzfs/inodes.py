@@ -64,9 +64,9 @@ class Extent(NamedTuple):
 class Inode:
     __slots__ = (
         "atime_ns", "blocks", "changed", "content", "ctime_ns", "dirty", "doubt", "due_s",
-        "entries", "error", "extents", "fresh", "generation", "gid", "handles", "ino", "judged",
-        "known_content", "logged_size", "lookups", "missing", "mode", "mtime_ns", "name", "nlink",
-        "parent", "rdev", "shadow", "size", "stage", "uid", "writes", "xattrs",
+        "entries", "error", "extents", "faded", "fresh", "generation", "gid", "handles", "ino",
+        "judged", "known_content", "logged_size", "lookups", "missing", "mode", "mtime_ns", "name",
+        "nlink", "parent", "rdev", "shadow", "size", "stage", "uid", "writes", "xattrs",
     )  # fmt: skip
 
     def __init__(self, ino: int) -> None:
@@ -90,6 +90,7 @@ class Inode:
         self.due_s = 0.0  # epoch by which a dirty inode is committed
         self.handles = 0
         self.lookups = 0
+        self.faded = False  # its last name went without the kernel having asked for that
         self.name = b""  # its newest one, if it still has that
         self.writes = 0  # counts modifications; a cached copy of another count is stale
         self.judged = 0  # the count of `writes` when completeness was last looked at
@@ -103,8 +104,9 @@ class Inode:
     @property
     def in_use(self) -> bool:
         """Whether its bytes are needed even without a name. The kernel may open what it looked up
-        after the name went to another inode; until it forgets, the old one is there."""
-        return bool(self.handles or self.lookups)
+        after the name went to another inode; until it forgets, the old one is there. But where it
+        was not told that the name went, it may remember for as long as it has memory."""
+        return bool(self.handles or (self.lookups and not self.faded))
 
     @property
     def is_dir(self) -> bool:

@@ -131,6 +131,7 @@ class Removal(Core):
         directory = self.namespace.get(parent)
         inode = self.namespace.get((directory.entries or {})[name])
         described = self.namespace.describe(directory)
+        inode.faded = inode.is_dir or inode.nlink == 1
         self.committer.log(
             layout.UnlinkRecord(parent, name),
             described._replace(nlink=described.nlink - inode.is_dir),

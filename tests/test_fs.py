@@ -148,6 +148,21 @@ async def test_what_the_kernel_looked_up_outlives_its_name(adapter: Filesystem) 
     assert inode.ino not in adapter.volume.namespace.inodes
 
 
+async def test_what_was_reaped_does_not_wait_for_the_kernel(adapter: Filesystem) -> None:
+    """Nobody tells it that the name is gone."""
+    inode = await adapter.volume.make(ROOT, b"f", 0o100644, 0, 0)
+    await adapter.lookup(ROOT, b"f", CONTEXT)
+    fh = (await adapter.open(inode.ino, os.O_RDONLY, CONTEXT)).fh
+    adapter.volume.remove_trees([(ROOT, b"f")])
+    await adapter.volume.clear()
+    assert (await adapter.getattr(inode.ino, CONTEXT)).st_nlink == 0, "it is open"
+    await adapter.release(fh)
+    with pytest.raises(pyfuse3.FUSEError) as gone:
+        await adapter.getattr(inode.ino, CONTEXT)
+    assert gone.value.errno == errno.ENOENT
+    await adapter.forget([(inode.ino, 1)])
+
+
 async def test_a_listing_is_a_snapshot_until_it_is_rewound(
     adapter: Filesystem, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -90,6 +90,52 @@ def test_a_reader_finds_all_of_a_generation_or_nothing(room: Path) -> None:
     assert list(rows(run)) == [2]
 
 
+def test_space_comes_back_though_nobody_asks_for_the_names(room: Path) -> None:
+    """The kernel remembers what it looked up for as long as it has memory."""
+    run = keeping(room)
+
+    def used() -> int:
+        told: int = json.loads((room.parent / ".retainz/stats.json").read_bytes())["used"]
+        return told
+
+    for step in (1, 2):
+        save(run, step, files=8, size=256 * KIB)
+    wait_until(lambda: os.listdir(run) == ["checkpoint-2"], "the first was not reaped")
+    two = 2 * 8 * 256 * KIB
+    wait_until(lambda: used() < two, "the first was not freed")
+    save(run, 3, files=8, size=256 * KIB)
+    wait_until(lambda: os.listdir(run) == ["checkpoint-3"], "the second was not reaped")
+    wait_until(lambda: used() < two, "the second was not freed")
+
+
+def test_directories_that_are_open_when_all_ends_are_no_damage(fresh: Live) -> None:
+    """Whether a program removed them or we did."""
+    fresh.mount()
+    run = keeping(fresh.path / "run")
+    (fresh.path / "deep" / "below").mkdir(parents=True)
+    shutil.copytree(fresh.path / "deep", run / "checkpoint-1" / "deep")
+    opened = [
+        os.open(path, os.O_RDONLY)
+        for path in (fresh.path / "deep/below", run / "checkpoint-1/deep/below")
+    ]
+    shutil.rmtree(fresh.path / "deep")
+    for step in (1, 2):
+        (run / f"checkpoint-{step}").mkdir(exist_ok=True)
+        (run / f"checkpoint-{step}" / "trainer_state.json").write_text("{}")
+    reaped(run / "checkpoint-1")
+    wait_until(lambda: not os.listdir(opened[1]), "what is open was not emptied")
+    os.sync()
+    fresh.signal(signal.SIGKILL)
+    for fd in opened:
+        os.close(fd)
+    retainzfs("umount", fresh.path)
+    told = json.loads(retainzfs("fsck", fresh.image, "--json").stdout)
+    assert not any(finding["damage"] for finding in told["findings"]), told
+    fresh.mount()
+    fresh.umount()
+    assert json.loads(retainzfs("fsck", fresh.image, "--json").stdout)["findings"] == []
+
+
 def test_what_is_open_keeps_its_bytes(room: Path) -> None:
     run = keeping(room)
     first = save(run, 1)
