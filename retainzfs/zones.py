@@ -93,6 +93,7 @@ class ZoneSummary:
     written: int  # w: bytes written or promised, capacity - tail
     retire_max: float  # R: latest retirement of its live bytes
     retire_min: float  # m: earliest retirement of its live bytes
+    tag: int = 0  # what the policy noted when the zone was opened; lost with the mount
 
 
 @dataclass(slots=True, eq=False)
@@ -112,6 +113,7 @@ class Zone:
     pins: int = 0  # readers inside
     freed_at: int = 0  # journal sequence of the last record that freed bytes here
     last_used: int = 0  # the table's use counter at the last promise or write
+    tag: int = 0  # the placement policy's
 
     @property
     def tail(self) -> int:
@@ -176,7 +178,7 @@ def summary(
     soon = now + unit
     times = [max(retire_of(gid), soon) for gid in zone.live] or [soon]
     tail = zone.tail
-    return ZoneSummary(zone.index, tail, zone.capacity - tail, max(times), min(times))
+    return ZoneSummary(zone.index, tail, zone.capacity - tail, max(times), min(times), zone.tag)
 
 
 @dataclass(frozen=True, slots=True)
@@ -467,7 +469,7 @@ class ZoneTable:
         assert not zone.pins, f"zone {zone.index}: reset while it is being read"
         with self._changing(zone):
             zone.state, zone.sealed, zone.kind = State.EMPTY, False, Kind.UNHINTED
-            zone.write_pointer = zone.freed_at = 0
+            zone.write_pointer = zone.freed_at = zone.tag = 0
             zone.epoch += 1
         self.lent = False  # the emergency zone is the first to be replaced
 

@@ -31,6 +31,7 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
         "zones inodes replay history sightings",
         "maps",
         "namespace placement journal streams",
+        "evaluation",
         "trouble mending backup config",
         "lanes extents consistency contexts",
         "reader scrub",
@@ -64,7 +65,7 @@ FUSE_ROOMS = {"fs", "control", "session"}
 PURE = {
     *("errors", "layout", "lifetimes", "zones", "placement", "inodes", "maps", "namespace"),
     *("consistency", "config", "history", "sightings", "streams", "contexts", "membership"),
-    *("forecast", "completion", "reaping", "retention", "generations"),
+    *("evaluation", "forecast", "completion", "reaping", "retention", "generations"),
 }
 IMPURE = {"trio", "pyfuse3", "subprocess", "socket", "threading", "asyncio"}
 

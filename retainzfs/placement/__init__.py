@@ -10,14 +10,16 @@ Sizes are in bytes and contain padding and trailers, which only the caller knows
 seconds on a mount and in epochs in a replay; `unit` is one E in them (a quarter of the cadence).
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple, Protocol
+from typing import ClassVar, Final, NamedTuple
 
 from retainzfs.errors import UsageError
 from retainzfs.zones import Kind, Zone, ZoneSummary, ZoneTable, summary
 
 __all__ = [
+    "Arrival",
     "Draft",
     "Plan",
     "Policy",
@@ -27,6 +29,7 @@ __all__ = [
     "ZoneSummary",
     "fill",
     "finish_cost",
+    "finite",
     "policies",
     "policy",
     "survey",
@@ -35,6 +38,15 @@ __all__ = [
 ]
 
 FINISH_HORIZON: Final = 64.0  # E; a tail is worth nothing beyond, whoever lives beside it
+
+
+class Arrival(NamedTuple):
+    """The next save of a stream, as foretold from its past ones."""
+
+    time: float
+    lifetime: float  # until it retires
+    size: int  # bytes
+    every: float  # cadence
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +60,8 @@ class View:
     slots: int  # active slots free for this kind
     unit: float = 1.0  # one E, in the unit of `now`
     granularity: int = 4096  # bytes; divides every tail and every step
+    arrivals: Sequence[Arrival] = ()  # of the streams that are alive, at most one each
+    scarce: bool = False  # fresh zones do not suffice: fill compatible tails before them
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,28 +71,40 @@ class Request:
     size: int
     retire: float  # time of retirement; inf for an anchor
     generation: int = 0
+    lifetime: float = 0.0  # from birth to retirement; 0: from now
 
 
 class Step(NamedTuple):
-    """Write `nbytes` to `zone`, or to a fresh zone if None, after finishing `finish`."""
+    """Write `nbytes` to `zone`, or to a fresh zone if None, after finishing `finish`; `tag` is what
+    the policy wants to be told of that zone (`ZoneSummary.tag`)."""
 
     zone: int | None
     nbytes: int
     finish: int | None = None
+    tag: int = 0
 
 
 class Plan(NamedTuple):
     steps: list[Step]
     unplaced: int  # bytes for which no space was found
+    price: float = 0.0  # byte-time, to compare plans of one policy for one request
 
 
-class Policy(Protocol):
+class Policy:
     """Pure and deterministic: the same request and view give the same plan."""
 
-    @property
-    def name(self) -> str: ...
+    name: str
+    apart: ClassVar[bool] = True  # anchors have zones of their own, which it then never sees
+    compacts: bool = False  # zones that are mostly dead may be moved together in idle time
+    learns: bool = False  # hints are corrected by how late a stream's deletions have been
 
-    def plan(self, request: Request, view: View) -> Plan: ...
+    @property
+    def finish_below(self) -> float:
+        """Share of a zone's capacity; partial zones with less tail are finished at once."""
+        return 0.0
+
+    def plan(self, request: Request, view: View) -> Plan:
+        raise NotImplementedError
 
 
 class Draft:
@@ -127,6 +153,11 @@ class Draft:
         return Plan(self.steps, self.left)
 
 
+def finite(zone: ZoneSummary) -> bool:
+    """Whether no anchor is in the zone: a generation may become one after it was placed."""
+    return not math.isinf(zone.retire_max)
+
+
 def finish_cost(zone: ZoneSummary, now: float, unit: float) -> float:
     """Byte-time of tail that finishing the zone throws away."""
     return zone.tail * (min(zone.retire_max, now + FINISH_HORIZON * unit) - now)
@@ -167,12 +198,18 @@ def survey(
     *,
     unit: float = 1.0,
     empties: int | None = None,
+    arrivals: Sequence[Arrival] = (),
+    milestones: bool = True,
 ) -> View:
     """What a policy may know for a request of this kind. `empties` defaults to all but the
-    emergency zone; admission may offer fewer."""
+    emergency zone; admission may offer fewer. Without `milestones` to come finite data may have
+    the slot of the anchors' zone."""
     zones = [summary(zone, retire_of, now, unit) for zone in table.partial(kind)]
     fresh = table.empty_available if empties is None else max(0, empties)
-    return View(table.capacity, now, zones, fresh, table.slots(kind), unit)
+    slots = table.slots(kind)
+    if kind is Kind.FINITE and not milestones:
+        slots += len(table.partial(Kind.ANCHOR))
+    return View(table.capacity, now, zones, fresh, slots, unit, arrivals=arrivals)
 
 
 def to_finish(
@@ -182,14 +219,19 @@ def to_finish(
     now: float,
     *,
     unit: float = 1.0,
+    milestones: bool = True,
 ) -> Zone | None:
-    """The zone to finish so that `kind` can open another, when `acquire` gave none.
+    """The zone to finish so that `kind` can open another, when `acquire` gave none. Without
+    `milestones` to come the anchors' zone goes first.
 
     None: a zone is just being written full, finished or reset; wait for that.
     """
     spare = table.spare(kind)
     if spare is not None:
         return spare
+    anchors = table.partial(Kind.ANCHOR)
+    if kind is Kind.FINITE and anchors and not milestones:
+        return anchors[0]
     crowd = table.crowded_by(kind)
     if crowd is None:
         return None
@@ -202,9 +244,16 @@ def to_finish(
 
 
 def _registry() -> dict[str, Callable[..., Policy]]:
-    from retainzfs.placement import retainz  # noqa: PLC0415  policies import this module
+    from retainzfs.placement import (  # noqa: PLC0415  policies import this module
+        equal_epoch,
+        isolate,
+        plan,
+        retainz,
+        zenfs,
+    )
 
-    return dict(retainz.POLICIES)
+    modules = (plan, retainz, zenfs, equal_epoch, isolate)
+    return {name: made for module in modules for name, made in module.POLICIES.items()}
 
 
 def policies() -> list[str]:

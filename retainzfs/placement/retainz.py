@@ -24,13 +24,23 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
-from retainzfs.placement import Draft, Plan, Policy, Request, View, ZoneSummary, fill, finish_cost
+from retainzfs.placement import (
+    Draft,
+    Plan,
+    Policy,
+    Request,
+    View,
+    ZoneSummary,
+    fill,
+    finish_cost,
+    finite,
+)
 
 SIZE_ADAPTATION_MOST: Final = 8  # generations; a wider spread keeps dead bytes for too long
 
 
-@dataclass(frozen=True, slots=True)
-class Retainz:
+@dataclass(frozen=True)
+class Retainz(Policy):
     """The parameters are the paper's ablations; times in E (`View.unit`)."""
 
     name: str = "retainz"
@@ -38,8 +48,6 @@ class Retainz:
     dead_weight: float = 1.0  # 0 leaves dead-byte time out
     span: float = 2.0  # W, half the streams' cadence; inf for no constraint
     size_adaptation: bool = True
-    best_fit: bool = False  # admissible zones by least tail, before any fresh one
-    isolate: bool = False  # a generation shares no zone
 
     def plan(self, request: Request, view: View) -> Plan:
         if math.isinf(request.retire):
@@ -48,7 +56,7 @@ class Retainz:
         retire = max(request.retire, view.now + view.unit)
         span = self.span_of(request, view)
         while draft.left:
-            zones = [] if self.isolate else [z for z in draft.zones.values() if finite(z)]
+            zones = [zone for zone in draft.zones.values() if finite(zone)]
             near = [zone for zone in zones if spread(zone, retire) <= span]
             best, cost = self.cheapest(near, draft.left, retire, view.now)
             if draft.empties > 0:
@@ -84,8 +92,6 @@ class Retainz:
 
     def cost(self, zone: ZoneSummary, nbytes: int, retire: float, now: float) -> float:
         """Byte-time per byte, for `nbytes` in the tail of `zone`."""
-        if self.best_fit:
-            return -(zone.written + nbytes)  # the fullest first, and any before a fresh zone
         latest = max(zone.retire_max, retire)
         dead = nbytes * (latest - retire) + zone.written * (latest - zone.retire_max)
         tail = (zone.tail - nbytes) * (latest - now) - zone.tail * (zone.retire_max - now)
@@ -101,11 +107,6 @@ class Retainz:
         return self.tail_weight * tail / nbytes
 
 
-def finite(zone: ZoneSummary) -> bool:
-    """Whether no anchor is in the zone: a generation may become one after it was placed."""
-    return not math.isinf(zone.retire_max)
-
-
 def spread(zone: ZoneSummary, retire: float) -> float:
     """How far apart the retirements in the zone would be with `retire` among them."""
     return max(zone.retire_max, retire) - min(zone.retire_min, retire)
@@ -117,6 +118,4 @@ POLICIES: Final[dict[str, Callable[..., Policy]]] = {
     "no-dbt": partial(Retainz, "no-dbt", dead_weight=0.0),
     "no-span": partial(Retainz, "no-span", span=math.inf),
     "no-size-adaptation": partial(Retainz, "no-size-adaptation", size_adaptation=False),
-    "equal-epoch": partial(Retainz, "equal-epoch", span=0.0, best_fit=True),
-    "isolate": partial(Retainz, "isolate", isolate=True),
 }

@@ -1,0 +1,435 @@
+"""Replays a workload on a table of zones, in simulated time: no device, no bytes.
+
+Placement, admission and collection are those of a mount (retainzfs.placement); what a mount does
+with bytes, this does with numbers. Overhead is what the paper reports: the time average, in zones,
+of dead bytes that were not reset yet (invalid) and of room in zones that are in use (tail).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Final, NamedTuple
+
+from retainzfs.errors import NoSpace
+from retainzfs.evaluation.workload import BLOCK, Delete, Save, Workload
+from retainzfs.placement import (
+    Arrival,
+    Plan,
+    Policy,
+    Request,
+    View,
+    ZoneSummary,
+    collection,
+    survey,
+    to_finish,
+)
+from retainzfs.placement.admission import Room, Rule, fresh
+from retainzfs.placement.plan import TAIL_WORTH, Market
+from retainzfs.zones import COLLECTION_ACTIVE, JOURNAL_ACTIVE, Kind, State, Zone, ZoneTable
+
+GAIN_LEAST: Final = 4 * BLOCK  # copying a zone for less would run in circles
+LATENESS: Final = 8  # deletions of a stream from which its lag is learned
+UNKNOWN: Final = -1  # generation of no stream
+
+
+class Costs(NamedTuple):
+    """A device model, in milliseconds: a mid-range zoned drive, writes of a few commands deep."""
+
+    write: float = 1000 / (1000 << 20)  # for each byte
+    read: float = 1000 / (2000 << 20)
+    finish: float = 2.0  # for each command
+    reset: float = 3.0
+    commit: float = 0.2  # a journal block and a flush
+
+
+DRIVE: Final = Costs()
+
+
+@dataclass
+class Result:
+    """What one replay measured. Zones are zone capacities, times are those of `Costs`."""
+
+    saves: int = 0
+    saves_done: int = 0
+    overhead_zones: float = 0.0
+    invalid_zones: float = 0.0
+    tail_zones: float = 0.0
+    write_amplification: float = 0.0
+    copied_bytes: int = 0
+    p99_zones: float = 0.0
+    p99_ms: float = 0.0
+    decision_us: float = 0.0
+    resets: int = 0
+    finishes: int = 0
+    borrowed: int = 0
+    stranded_bytes: int = 0  # written by the device's own finish, if it pads
+
+
+@dataclass
+class Knowledge:
+    """What a stream's own saves and deletions have told so far."""
+
+    keep: int
+    cadence: float  # declared
+    intervals: list[float] = field(default_factory=list)
+    last: float = -math.inf
+    size: int = 0
+    lateness: list[float] = field(default_factory=list)
+
+    @property
+    def every(self) -> float:
+        return median(self.intervals[-LATENESS:]) if self.intervals else self.cadence
+
+    @property
+    def lag(self) -> float:
+        """Median lateness, if deletions are late as a rule."""
+        recent = self.lateness[-LATENESS:]
+        return median(recent) if len(recent) == LATENESS and min(recent) > 0 else 0.0
+
+    @property
+    def deletes_in_time(self) -> bool:
+        return max(self.lateness[-LATENESS:], default=0.0) <= 0.0
+
+    def saved(self, now: float, size: int) -> None:
+        if math.isfinite(self.last):
+            self.intervals.append(now - self.last)
+        self.last, self.size = now, size
+
+    def next(self, now: float) -> Arrival | None:
+        if not math.isfinite(self.last):
+            return None
+        every = self.every
+        coming = self.last + every
+        if coming <= now:
+            coming = now + every
+        return Arrival(coming, self.keep * every + self.lag, self.size, every)
+
+
+class Simulator:
+    """One replay of a workload."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        policy: Policy,
+        rule: Rule,
+        *,
+        rank: collection.Rank = collection.by_dead_time,
+        costs: Costs = DRIVE,
+    ) -> None:
+        self.workload, self.policy, self.rule = workload, policy, rule
+        self.rank, self.costs = rank, costs
+        ledger = workload.active + JOURNAL_ACTIVE + COLLECTION_ACTIVE
+        self.table = ZoneTable(workload.capacity, workload.zones, ledger, 0)
+        self.capacity = workload.capacity
+        self.now = 0.0
+        self.hints: dict[int, float] = {}
+        self.streams: dict[int, int] = {}  # generation -> stream
+        self.where: dict[int, dict[int, int]] = defaultdict(dict)  # generation -> zone -> bytes
+        self.known = [Knowledge(s.keep, s.cadence) for s in workload.streams]
+        self.milestones = False
+        self.result = Result(saves=workload.saves)
+        self._host = self._logical = 0
+        self._moved = 0  # bytes written and copied for the save that is under way
+        self._ms = 0.0
+        self._saves: list[tuple[int, float]] = []
+        self._sums = [0.0, 0.0]  # byte-time of dead bytes and of tails
+        self._deciding_ns = 0
+
+    # The run
+
+    def run(self) -> Result:
+        for number, size in enumerate(self.workload.anchors):
+            generation = UNKNOWN - 1 - number
+            if not self._place(generation, UNKNOWN, size, math.inf):
+                raise NoSpace("the anchors do not fit")
+        self._host = self._logical = 0
+        self.result.finishes = self.result.resets = self.result.copied_bytes = 0
+        self._deciding_ns = 0
+        for event in self.workload.events:
+            self._pass(event.time)
+            if isinstance(event, Delete):
+                self._delete(event.generation)
+            elif not self._save(event):
+                break
+        else:
+            self._pass(self.workload.end)
+        return self._finished()
+
+    def _pass(self, until: float) -> None:
+        """Time goes on, and nothing happens meanwhile but what idle time is used for."""
+        if until <= self.now:
+            return
+        if self.policy.compacts:
+            self._compact()
+        counted = until - max(self.now, self.workload.warm_up)
+        if counted > 0:
+            totals = self.table.totals
+            self._sums[0] += totals.dead * counted
+            self._sums[1] += (totals.tail + totals.stranded) * counted
+        self.now = until
+
+    def _save(self, save: Save) -> bool:
+        before = self._host
+        self._moved, self._ms = 0, self.costs.commit
+        if not self._place(save.generation, save.stream, save.size, save.hint):
+            return False
+        self._logical += sum(save.shards)
+        self._host += BLOCK  # the commit's journal block
+        self._ms += (self._host - before) * self.costs.write
+        self.known[save.stream].saved(self.now, save.size)
+        self.result.saves_done += 1
+        self._saves.append((self._moved, self._ms))
+        return True
+
+    def _finished(self) -> Result:
+        result = self.result
+        span = max(self.now - self.workload.warm_up, 1e-9) * self.capacity
+        result.invalid_zones, result.tail_zones = (value / span for value in self._sums)
+        result.overhead_zones = result.invalid_zones + result.tail_zones
+        result.write_amplification = self._host / self._logical if self._logical else math.nan
+        result.decision_us = self._deciding_ns / 1000 / max(1, result.saves_done)
+        result.p99_zones = _percentile([moved / self.capacity for moved, _ in self._saves], 0.99)
+        result.p99_ms = _percentile([ms for _, ms in self._saves], 0.99)
+        return result
+
+    # Placement
+
+    def retire_of(self, generation: int) -> float:
+        """When a generation dies, as far as is known."""
+        hint = self.hints[generation]
+        stream = self.streams[generation]
+        if self.policy.learns and stream != UNKNOWN and math.isfinite(hint):
+            hint += self.known[stream].lag
+        return hint
+
+    def _place(self, generation: int, stream: int, size: int, hint: float) -> bool:
+        self.hints[generation], self.streams[generation] = hint, stream
+        if stream != UNKNOWN and math.isinf(hint):
+            self.milestones = True
+        anchor = math.isinf(hint) and self.policy.apart
+        kind = Kind.ANCHOR if anchor else Kind.FINITE
+        retire = self.retire_of(generation)
+        request = Request(size, retire, size, retire - self.now)
+        while True:
+            self._finish_small()
+            started = time.perf_counter_ns()
+            view, room = self._view(kind), self._room(stream)
+            plan = self.rule.first(self.policy, request, view, room)
+            self._deciding_ns += time.perf_counter_ns() - started
+            if plan is not None:
+                break
+            if self._collect():
+                continue
+            plan = self.rule.last(self.policy, request, self._view(kind), room)
+            if plan is None:
+                return False
+            break
+        self._carry_out(plan, kind, generation)
+        self._host += size
+        self._moved += size
+        return True
+
+    def _view(self, kind: Kind) -> View:
+        return survey(
+            self.table,
+            kind,
+            self.retire_of,
+            self.now,
+            arrivals=self._arrivals(),
+            milestones=self.milestones or not self.policy.apart,
+        )
+
+    def _arrivals(self) -> list[Arrival]:
+        return [coming for known in self.known if (coming := known.next(self.now)) is not None]
+
+    def _room(self, stream: int) -> Room:
+        reserve = int(self.table.empty > self.table.empty_available)
+        if stream == UNKNOWN:
+            return Room(0)
+        if not self.known[stream].deletes_in_time:
+            return Room(reserve)
+        # Its generations that are due: those that the save will retire.
+        due = {
+            generation
+            for generation, own in self.streams.items()
+            if own == stream and self.hints[generation] <= self.now and generation in self.where
+        }
+        zones = {zone for generation in due for zone in self.where[generation]}
+        return Room(reserve, any(self.table[z].live.keys() <= due for z in zones))
+
+    def _carry_out(self, plan: Plan, kind: Kind, generation: int) -> None:
+        if fresh(plan) > self.table.empty_available:
+            self.table.lent = True
+            self.result.borrowed += 1
+        for step in plan.steps:
+            if step.finish is not None:
+                self._finish(self.table[step.finish])
+            zone = self._fresh(kind, step.tag) if step.zone is None else self.table[step.zone]
+            self._put(zone, generation, step.nbytes)
+
+    def _put(self, zone: Zone, generation: int, nbytes: int) -> None:
+        self.table.reserve(zone, nbytes)
+        self.table.add_live(zone, generation, nbytes)
+        self.table.written(zone, nbytes)
+        inside = self.where[generation]
+        inside[zone.index] = inside.get(zone.index, 0) + nbytes
+
+    def _fresh(self, kind: Kind, tag: int) -> Zone:
+        zone = self.table.acquire(kind)
+        while zone is None:
+            milestones = self.milestones or not self.policy.apart
+            loser = to_finish(self.table, kind, self.retire_of, self.now, milestones=milestones)
+            assert loser is not None, "nothing is being written, so there is a zone to finish"
+            self._finish(loser)
+            zone = self.table.acquire(kind)
+        zone.tag = tag
+        return zone
+
+    def _finish(self, zone: Zone) -> None:
+        self.result.stranded_bytes += zone.tail
+        self.table.finish(zone)
+        self.result.finishes += 1
+        self._ms += self.costs.finish
+
+    def _finish_small(self) -> None:
+        """What some policies do before they look for a zone."""
+        least = self.policy.finish_below * self.capacity
+        if least:
+            for zone in self.table.active(Kind.FINITE):
+                if 0 < zone.tail < least:
+                    self._finish(zone)
+
+    # Reclaim
+
+    def _delete(self, generation: int) -> None:
+        for index, nbytes in self.where.pop(generation, {}).items():
+            self.table.drop_live(self.table[index], generation, nbytes, 0)
+        stream = self.streams[generation]
+        self.known[stream].lateness.append(self.now - self.hints[generation])
+        self._reset()
+
+    def _reset(self) -> None:
+        for zone in self.table.resettable(0):
+            self.table.reset(zone)
+            self.result.resets += 1
+            self._ms += self.costs.reset
+
+    def _collect(self) -> bool:
+        """Empty the best victim; False when there is none that gains room."""
+        victims = [
+            collection.Victim(z.index, z.capacity, z.live_bytes, self._latest(z))
+            for z in self.table.zones
+            if z.live_bytes
+            and not (z.kind is Kind.COLLECTION and z.active)
+            and z.capacity - z.live_bytes - z.tail >= GAIN_LEAST
+        ]
+        for victim in collection.ranked(victims, self.now, 1.0, self.rank):
+            zone = self.table[victim.zone]
+            if self._holds(zone):
+                self._empty(zone, self._tails(zone))
+                return True
+        return False
+
+    def _latest(self, zone: Zone) -> float:
+        return max(self.retire_of(generation) for generation in zone.live)
+
+    def _tails(self, victim: Zone) -> list[Zone]:
+        """Where the pieces of a victim may go: zones of its kind, and what copies have begun."""
+        kind = self._kind(victim)
+        zones = [*self.table.partial(kind), *self.table.partial(Kind.COLLECTION)]
+        return [z for z in zones if z is not victim and self._kind(z) is kind]
+
+    def _kind(self, zone: Zone) -> Kind:
+        if zone.kind is not Kind.COLLECTION or not self.policy.apart:
+            return Kind.FINITE if not self.policy.apart else zone.kind
+        return Kind.ANCHOR if math.isinf(self._latest(zone)) else Kind.FINITE
+
+    def _holds(self, victim: Zone) -> bool:
+        room = sum(zone.tail for zone in self._tails(victim))
+        if self.table.empty and not self.table.partial(Kind.COLLECTION):
+            room += self.capacity
+        return victim.live_bytes <= room
+
+    def _pieces(self, zone: Zone) -> list[collection.Piece]:
+        pieces = (collection.Piece(g, n, self.retire_of(g)) for g, n in zone.live.items())
+        return sorted(pieces, key=lambda piece: (-piece.size, piece.generation))
+
+    def _empty(self, victim: Zone, tails: list[Zone]) -> None:
+        """Copy what lives in a zone to these tails, what they do not hold to the zone of copies."""
+        kind = self._kind(victim)
+        for piece in self._pieces(victim):
+            left = piece.size
+            while left:
+                seen = [self._summary(zone) for zone in tails if zone.tail]
+                into = collection.destination(piece, left, seen, self.capacity, 1.0)
+                if into is None:
+                    zone = self.table.acquire(Kind.COLLECTION)
+                    assert zone is not None, "what copies have begun is among the tails"
+                    self.table.lent = True
+                    tails.append(zone)
+                    continue
+                nbytes = min(left, into.tail)
+                self._copy(piece.generation, victim, self.table[into.index], nbytes)
+                left -= nbytes
+        self._reset()
+        self._adopt(kind)
+
+    def _adopt(self, kind: Kind) -> None:
+        for zone in self.table.active(Kind.COLLECTION):
+            if zone.tail and self.table.has_slot(kind):
+                self.table.adopt(zone, kind)
+
+    def _summary(self, zone: Zone) -> ZoneSummary:
+        times = [max(self.retire_of(g), self.now + 1.0) for g in zone.live] or [-math.inf]
+        return ZoneSummary(zone.index, zone.tail, 0, max(times), min(times))
+
+    def _copy(self, generation: int, source: Zone, into: Zone, nbytes: int) -> None:
+        self._put(into, generation, nbytes)
+        self.table.drop_live(source, generation, nbytes, 0)
+        inside = self.where[generation]
+        inside[source.index] -= nbytes
+        if not inside[source.index]:
+            del inside[source.index]
+        self._host += nbytes
+        self._moved += nbytes
+        self._ms += nbytes * self.costs.read
+        self.result.copied_bytes += nbytes
+
+    def _compact(self) -> None:
+        """Move zones that are mostly dead whole into other tails, where that pays by itself."""
+        moved = True
+        while moved:
+            moved = False
+            for victim, into in self._compactable():
+                self._empty(victim, [into])
+                moved = True
+                break
+
+    def _compactable(self) -> Iterator[tuple[Zone, Zone]]:
+        arrivals = self._arrivals()
+        market = Market(self.capacity, self.now, arrivals, TAIL_WORTH)
+        for zone in self.table.zones:
+            if not zone.live_bytes or zone.live_bytes > self.capacity // 2:
+                continue
+            if zone.kind is not Kind.FINITE or zone.state in (State.READ_ONLY, State.OFFLINE):
+                continue
+            last = self._latest(zone)
+            victim = collection.Victim(
+                zone.index, self.capacity, zone.live_bytes, max(self._latest(zone), self.now + 1.0)
+            )
+            for other in self._tails(zone):
+                into = self._summary(other)
+                if collection.worthwhile(victim, zone.tail, last, into, market, 1.0):
+                    yield zone, other
+
+
+def _percentile(values: list[float], share: float) -> float:
+    """Nearest rank."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, math.ceil(share * len(ordered)) - 1)] if ordered else 0.0

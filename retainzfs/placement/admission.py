@@ -1,0 +1,105 @@
+"""Whether a generation may be placed as things are: before copying, and when copying gains no more.
+
+One empty zone is held back for collection. The rules differ in when it may be lent:
+
+    fixed     never
+    common    at once, if what finds no place in compatible tails fits into it
+    priced    at once, if the deletions that this very save triggers are known to empty a zone;
+              when copying gains no more also if the rest fits into it
+
+`priced` asks the policy's prices besides: fresh zones that are missing may be replaced by tails as
+long as that costs little; then copying comes first.
+
+Pure: the caller copies, and asks again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Final, NamedTuple, Protocol
+
+from retainzfs.placement import Plan, Policy, Request, View
+
+PATIENCE: Final = 8.0  # E of a whole zone, that doing without a missing fresh zone may cost
+PLENTY: Final = 1 << 30  # zones
+
+
+class Room(NamedTuple):
+    """What is held back. `reserve`: zones that could be lent; `repaid`: whether the deletions that
+    this very save triggers are known to empty a zone."""
+
+    reserve: int = 1
+    repaid: bool = False
+
+
+class Rule(Protocol):
+    """Returns a plan that may be carried out, or None. It borrows if it takes more fresh zones
+    than `view.empties`."""
+
+    def first(self, policy: Policy, request: Request, view: View, room: Room) -> Plan | None: ...
+
+    def last(self, policy: Policy, request: Request, view: View, room: Room) -> Plan | None: ...
+
+
+def fresh(plan: Plan) -> int:
+    """Fresh zones that a plan takes."""
+    return sum(step.zone is None for step in plan.steps)
+
+
+def _placed(plan: Plan) -> Plan | None:
+    return None if plan.unplaced else plan
+
+
+@dataclass(frozen=True, slots=True)
+class Fixed:
+    def first(self, policy: Policy, request: Request, view: View, room: Room) -> Plan | None:
+        return _placed(policy.plan(request, view))
+
+    def last(self, policy: Policy, request: Request, view: View, room: Room) -> Plan | None:
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Common:
+    def first(self, policy: Policy, request: Request, view: View, room: Room) -> Plan | None:
+        plan = policy.plan(request, view)
+        if not plan.unplaced:
+            return plan
+        filling = policy.plan(request, replace(view, scarce=True))
+        if not filling.unplaced:
+            return filling
+        if not room.reserve or filling.unplaced > view.capacity:
+            return None
+        return _placed(policy.plan(request, replace(view, scarce=True, empties=view.empties + 1)))
+
+    def last(self, policy: Policy, request: Request, view: View, room: Room) -> Plan | None:
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Priced:
+    coupled: bool = True  # whether a borrow may count on the deletions that the save triggers
+    patience: float = PATIENCE
+
+    def first(self, policy: Policy, request: Request, view: View, room: Room) -> Plan | None:
+        if self.coupled and room.repaid and room.reserve:
+            view = replace(view, empties=view.empties + 1)
+        wish = policy.plan(request, replace(view, empties=PLENTY))
+        missing = fresh(wish) - view.empties
+        if missing <= 0:
+            return _placed(wish)
+        plan = policy.plan(request, view)
+        dear = plan.price - wish.price > missing * self.patience * view.unit * view.capacity
+        return None if plan.unplaced or dear else plan
+
+    def last(self, policy: Policy, request: Request, view: View, room: Room) -> Plan | None:
+        plan = policy.plan(request, replace(view, scarce=True))
+        if not plan.unplaced:
+            return plan
+        if not room.reserve or plan.unplaced > view.capacity:
+            return None
+        return _placed(policy.plan(request, replace(view, scarce=True, empties=view.empties + 1)))
+
+
+RULES: Final[dict[str, Callable[[], Rule]]] = {"fixed": Fixed, "common": Common, "priced": Priced}

@@ -1,0 +1,94 @@
+"""What collection copies, and where to: pure functions from summaries.
+
+A victim is emptied piece by piece, a piece being what one generation has in it, and then reset.
+Idle compaction is the same move, made not for room but because a zone that is mostly dead would
+otherwise stay for long.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final, NamedTuple
+
+from retainzfs.placement import FINISH_HORIZON, ZoneSummary
+from retainzfs.placement.plan import Market
+
+SMALL: Final = 8 * 4096  # bytes; keeps the score of a nearly dead zone finite
+SPLIT: Final = 0.25  # zone capacities times E: what cutting a piece in two counts for
+IDLE_GAIN: Final = 20.0  # E of a zone per zone copied, from which on compaction pays
+
+
+class Victim(NamedTuple):
+    """A zone that could be emptied. Bytes; `retire` is the latest of its live bytes."""
+
+    zone: int
+    capacity: int
+    live: int
+    retire: float
+
+
+class Piece(NamedTuple):
+    generation: int
+    size: int
+    retire: float
+
+
+Rank = Callable[[Victim, float, float], float]
+
+
+def by_dead_time(victim: Victim, now: float, unit: float) -> float:
+    """Dead space, times how long it would stay, per byte to copy."""
+    stays = max(unit, min(victim.retire - now, FINISH_HORIZON * unit))
+    return (victim.capacity - victim.live) * stays / (victim.live + SMALL)
+
+
+def greedy(victim: Victim, _now: float, _unit: float) -> float:
+    """Least to copy."""
+    return -float(victim.live)
+
+
+RANKS: Final[dict[str, Rank]] = {"dead-time": by_dead_time, "greedy": greedy}
+
+
+def ranked(
+    victims: Iterable[Victim], now: float, unit: float, rank: Rank = by_dead_time
+) -> list[Victim]:
+    """The best victim first; ties to the lowest index."""
+    return sorted(victims, key=lambda victim: (-rank(victim, now, unit), victim.zone))
+
+
+def destination(
+    piece: Piece, size: int, tails: Sequence[ZoneSummary], capacity: int, unit: float
+) -> ZoneSummary | None:
+    """The tail for `size` bytes of a piece: the one that they hold up least, per byte placed.
+
+    None if there is no tail, or only a fresh zone does.
+    """
+
+    def cost(zone: ZoneSummary) -> float:
+        placed = min(size, zone.tail)
+        late = 0.0
+        if not math.isinf(zone.retire_max):
+            late = capacity * max(0.0, piece.retire - zone.retire_max)
+        return (late + SPLIT * unit * capacity * (placed < size)) / placed
+
+    usable = [zone for zone in tails if zone.tail]
+    return min(usable, key=lambda zone: (cost(zone), zone.index), default=None)
+
+
+def worthwhile(
+    victim: Victim, tail: int, last: float, into: ZoneSummary, market: Market, unit: float
+) -> bool:
+    """Whether moving a zone whole into a tail pays although nobody needs the room: it gains at
+    least `IDLE_GAIN` E of a zone per zone copied. `last` is when the last byte moved retires, and
+    `tail` what the zone has left itself."""
+    if not victim.live or victim.live > min(victim.capacity // 2, into.tail):
+        return False
+    if math.isinf(victim.retire) or math.isinf(into.retire_max):
+        return False
+    latest = max(last, into.retire_max)
+    gain = victim.capacity * (victim.retire - market.now - (latest - into.retire_max))
+    gain -= market.value(tail, victim.retire) + market.value(into.tail, into.retire_max)
+    gain += market.value(into.tail - victim.live, latest)
+    return gain >= IDLE_GAIN * unit * victim.live
