@@ -408,9 +408,10 @@ class ZoneTable:
 
     def adopt(self, zone: Zone, kind: Kind) -> None:
         """A zone that collection filled in part goes on as a zone of its bytes' kind."""
-        assert zone.kind is Kind.COLLECTION, f"zone {zone.index}: adopted from {zone.kind.name}"
         assert zone.active, f"zone {zone.index}: adopted while {zone.state.name}"
-        assert self.has_slot(kind), f"zone {zone.index}: adopted beyond the limit of active zones"
+        assert zone.kind is not Kind.COLLECTION or self.has_slot(kind), (
+            f"zone {zone.index}: adopted beyond the limit of active zones"
+        )
         with self._changing(zone):
             zone.kind = self.group(kind)
 

@@ -11,7 +11,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Final, NamedTuple
 
@@ -30,7 +30,7 @@ from retainzfs.placement import (
 )
 from retainzfs.placement.admission import Room, Rule, fresh
 from retainzfs.placement.plan import TAIL_WORTH, Market
-from retainzfs.zones import COLLECTION_ACTIVE, JOURNAL_ACTIVE, Kind, State, Zone, ZoneTable
+from retainzfs.zones import COLLECTION_ACTIVE, JOURNAL_ACTIVE, Kind, Zone, ZoneTable
 
 GAIN_LEAST: Final = 4 * BLOCK  # copying a zone for less would run in circles
 LATENESS: Final = 8  # deletions of a stream from which its lag is learned
@@ -48,6 +48,12 @@ class Costs(NamedTuple):
 
 
 DRIVE: Final = Costs()
+
+
+class Move(NamedTuple):
+    generation: int
+    into: int | None  # zone; None: a fresh one
+    nbytes: int
 
 
 @dataclass
@@ -217,6 +223,7 @@ class Simulator:
         retire = self.retire_of(generation)
         request = Request(size, retire, size, retire - self.now)
         while True:
+            self._adopt()
             self._finish_small()
             started = time.perf_counter_ns()
             view, room = self._view(kind), self._room(stream)
@@ -236,6 +243,9 @@ class Simulator:
         return True
 
     def _view(self, kind: Kind) -> View:
+        if kind is Kind.FINITE and self.policy.mingles and not self.milestones:
+            for zone in self.table.partial(Kind.ANCHOR):
+                self.table.adopt(zone, Kind.FINITE)
         return survey(
             self.table,
             kind,
@@ -331,8 +341,9 @@ class Simulator:
         ]
         for victim in collection.ranked(victims, self.now, 1.0, self.rank):
             zone = self.table[victim.zone]
-            if self._holds(zone):
-                self._empty(zone, self._tails(zone))
+            moves = self._moves(zone, self._tails(zone))
+            if moves is not None:
+                self._empty(zone, moves)
                 return True
         return False
 
@@ -346,43 +357,59 @@ class Simulator:
         return [z for z in zones if z is not victim and self._kind(z) is kind]
 
     def _kind(self, zone: Zone) -> Kind:
-        if zone.kind is not Kind.COLLECTION or not self.policy.apart:
-            return Kind.FINITE if not self.policy.apart else zone.kind
+        if not self.policy.apart:
+            return Kind.FINITE
+        if zone.kind is not Kind.COLLECTION:
+            return zone.kind
+        if self.policy.mingles and not self.milestones:
+            return Kind.FINITE
         return Kind.ANCHOR if math.isinf(self._latest(zone)) else Kind.FINITE
-
-    def _holds(self, victim: Zone) -> bool:
-        room = sum(zone.tail for zone in self._tails(victim))
-        if self.table.empty and not self.table.partial(Kind.COLLECTION):
-            room += self.capacity
-        return victim.live_bytes <= room
 
     def _pieces(self, zone: Zone) -> list[collection.Piece]:
         pieces = (collection.Piece(g, n, self.retire_of(g)) for g, n in zone.live.items())
         return sorted(pieces, key=lambda piece: (-piece.size, piece.generation))
 
-    def _empty(self, victim: Zone, tails: list[Zone]) -> None:
-        """Copy what lives in a zone to these tails, what they do not hold to the zone of copies."""
-        kind = self._kind(victim)
+    def _moves(self, victim: Zone, tails: list[Zone]) -> list[Move] | None:
+        """How to empty a zone into these tails, and what they do not hold into a fresh one (None
+        as its index). None if that is not possible."""
+        seen = {zone.index: self._summary(zone) for zone in tails if zone.tail}
+        begun = self.table.partial(Kind.COLLECTION)
+        fresh = self.capacity if self.table.empty and not begun else 0
+        moves: list[Move] = []
         for piece in self._pieces(victim):
             left = piece.size
             while left:
-                seen = [self._summary(zone) for zone in tails if zone.tail]
-                into = collection.destination(piece, left, seen, self.capacity, 1.0)
+                zones = list(seen.values())
+                into = collection.destination(piece, left, zones, self.capacity, 1.0)
                 if into is None:
-                    zone = self.table.acquire(Kind.COLLECTION)
-                    assert zone is not None, "what copies have begun is among the tails"
-                    self.table.lent = True
-                    tails.append(zone)
-                    continue
+                    if left > fresh:
+                        return None
+                    moves.append(Move(piece.generation, None, left))
+                    fresh -= left
+                    break
                 nbytes = min(left, into.tail)
-                self._copy(piece.generation, victim, self.table[into.index], nbytes)
+                moves.append(Move(piece.generation, into.index, nbytes))
+                seen[into.index] = replace(into, tail=into.tail - nbytes)
                 left -= nbytes
-        self._reset()
-        self._adopt(kind)
+        return moves
 
-    def _adopt(self, kind: Kind) -> None:
+    def _empty(self, victim: Zone, moves: list[Move]) -> None:
+        copies = None
+        for generation, index, nbytes in moves:
+            if index is None and copies is None:
+                copies = self.table.acquire(Kind.COLLECTION)
+                assert copies is not None, "what copies have begun is among the tails"
+                self.table.lent = True
+            into = copies if index is None else self.table[index]
+            assert into is not None, "a zone was opened"
+            self._copy(generation, victim, into, nbytes)
+        self._reset()
+        self._adopt()
+
+    def _adopt(self) -> None:
+        """What copies have left of their zone is for data of that kind."""
         for zone in self.table.active(Kind.COLLECTION):
-            if zone.tail and self.table.has_slot(kind):
+            if zone.partial and self.table.has_slot(kind := self._kind(zone)):
                 self.table.adopt(zone, kind)
 
     def _summary(self, zone: Zone) -> ZoneSummary:
@@ -403,30 +430,32 @@ class Simulator:
 
     def _compact(self) -> None:
         """Move zones that are mostly dead whole into other tails, where that pays by itself."""
-        moved = True
-        while moved:
-            moved = False
-            for victim, into in self._compactable():
-                self._empty(victim, [into])
-                moved = True
-                break
+        while (found := max(self._compactable(), default=None)) is not None:
+            _, number, into = found
+            victim = self.table[-number]
+            moves = self._moves(victim, [] if into > 0 else [self.table[-into]])
+            assert moves is not None, "it fits, or an empty zone is there"
+            self._empty(victim, moves)
 
-    def _compactable(self) -> Iterator[tuple[Zone, Zone]]:
-        arrivals = self._arrivals()
-        market = Market(self.capacity, self.now, arrivals, TAIL_WORTH)
+    def _compactable(self) -> Iterator[tuple[float, int, int]]:
+        """Yield (gain, victim, destination), the zones negated: the lowest wins a tie. The
+        destination 1 is a fresh zone."""
+        market = Market(self.capacity, self.now, self._arrivals(), TAIL_WORTH)
+        fresh = self.table.empty and not self.table.active(Kind.COLLECTION)
         for zone in self.table.zones:
-            if not zone.live_bytes or zone.live_bytes > self.capacity // 2:
-                continue
-            if zone.kind is not Kind.FINITE or zone.state in (State.READ_ONLY, State.OFFLINE):
+            if not 0 < zone.live_bytes <= self.capacity // 2 or zone.kind is not Kind.FINITE:
                 continue
             last = self._latest(zone)
             victim = collection.Victim(
-                zone.index, self.capacity, zone.live_bytes, max(self._latest(zone), self.now + 1.0)
+                zone.index, self.capacity, zone.live_bytes, max(last, self.now + 1.0)
             )
-            for other in self._tails(zone):
-                into = self._summary(other)
-                if collection.worthwhile(victim, zone.tail, last, into, market, 1.0):
-                    yield zone, other
+            for other in [*self._tails(zone), None]:
+                into = None if other is None else self._summary(other)
+                if into is None and not fresh:
+                    continue
+                gain = collection.gain(victim, zone.tail, last, into, market)
+                if gain >= collection.IDLE_GAIN:
+                    yield gain, -zone.index, 1 if other is None else -other.index
 
 
 def _percentile(values: list[float], share: float) -> float:

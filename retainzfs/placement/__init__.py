@@ -95,6 +95,7 @@ class Policy:
 
     name: str
     apart: ClassVar[bool] = True  # anchors have zones of their own, which it then never sees
+    mingles: bool = False  # but without milestones to come, finite data may follow them
     compacts: bool = False  # zones that are mostly dead may be moved together in idle time
     learns: bool = False  # hints are corrected by how late a stream's deletions have been
 

@@ -63,7 +63,7 @@ def destination(
 ) -> ZoneSummary | None:
     """The tail for `size` bytes of a piece: the one that they hold up least, per byte placed.
 
-    None if there is no tail, or only a fresh zone does.
+    None if there is none, and what never retires is not put to what does.
     """
 
     def cost(zone: ZoneSummary) -> float:
@@ -73,22 +73,25 @@ def destination(
             late = capacity * max(0.0, piece.retire - zone.retire_max)
         return (late + SPLIT * unit * capacity * (placed < size)) / placed
 
-    usable = [zone for zone in tails if zone.tail]
+    usable = [
+        zone
+        for zone in tails
+        if zone.tail and (math.isfinite(piece.retire) or not math.isfinite(zone.retire_max))
+    ]
     return min(usable, key=lambda zone: (cost(zone), zone.index), default=None)
 
 
-def worthwhile(
-    victim: Victim, tail: int, last: float, into: ZoneSummary, market: Market, unit: float
-) -> bool:
-    """Whether moving a zone whole into a tail pays although nobody needs the room: it gains at
-    least `IDLE_GAIN` E of a zone per zone copied. `last` is when the last byte moved retires, and
-    `tail` what the zone has left itself."""
-    if not victim.live or victim.live > min(victim.capacity // 2, into.tail):
-        return False
-    if math.isinf(victim.retire) or math.isinf(into.retire_max):
-        return False
+def gain(victim: Victim, tail: int, last: float, into: ZoneSummary | None, market: Market) -> float:
+    """What moving a zone whole into a tail, or to a fresh zone, gains though nobody needs the room,
+    as zone-time per zone copied; worth it from `IDLE_GAIN` E on. `last` is when the last byte moved
+    retires, and `tail` what the zone has left itself. -inf where it cannot be done."""
+    if into is None:
+        kept = market.value(victim.capacity - victim.live, last) - market.value(tail, last)
+        return kept / victim.live
+    if not 0 < victim.live <= into.tail or math.isinf(victim.retire + into.retire_max):
+        return -math.inf
     latest = max(last, into.retire_max)
-    gain = victim.capacity * (victim.retire - market.now - (latest - into.retire_max))
-    gain -= market.value(tail, victim.retire) + market.value(into.tail, into.retire_max)
-    gain += market.value(into.tail - victim.live, latest)
-    return gain >= IDLE_GAIN * unit * victim.live
+    won = victim.capacity * (victim.retire - market.now - (latest - into.retire_max))
+    won -= market.value(tail, victim.retire) + market.value(into.tail, into.retire_max)
+    won += market.value(into.tail - victim.live, latest)
+    return won / victim.live

@@ -20,10 +20,11 @@ Source: docs/design/placement.md, which has the reasons and the figures.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import combinations
+from heapq import nsmallest
+from itertools import chain, combinations
 from typing import Final, NamedTuple
 
 from retainzfs.placement import Arrival, Plan, Policy, Request, Step, View, fill, finite
@@ -32,6 +33,8 @@ TAIL_WORTH: Final = 0.95  # flat from 0.90 to 1.00; above 1 tails are hoarded
 FILLED_MOST: Final = 3  # partial zones filled to the end by one plan
 MANY: Final = 8  # partial zones, from which on two have to do
 BEAM: Final = 8  # plans that are followed through the predicted saves
+PLENTY: Final = 1 << 30  # zones
+NONE: Final = -1
 
 
 class Tail(NamedTuple):
@@ -44,30 +47,32 @@ class Tail(NamedTuple):
 
 
 class Option(NamedTuple):
-    """One way to place a generation: `filled` to the end, `fresh` whole zones, and the rest to
-    `last`, or to one more fresh zone if that is None."""
+    """One way to place a generation. Tails are named by their places in the list given:
+    `filled` ones to the end, `fresh` whole zones, and the rest to the tail `last`, or to one more
+    fresh zone if that is NONE. `finished` makes way for a fresh zone."""
 
-    price: float
-    filled: tuple[Tail, ...]
+    price: float  # byte-time
+    filled: tuple[int, ...]
+    last: int
     fresh: int
     rest: int  # bytes
-    last: Tail | None
-    finished: Tail | None
+    finished: int
 
     @property
-    def opened(self) -> int:
-        """Fresh zones that it takes."""
-        return self.fresh + (self.rest > 0 and self.last is None)
+    def opens(self) -> bool:
+        """Whether it takes fresh zones."""
+        return self.fresh > 0 or (self.rest > 0 and self.last == NONE)
 
 
 @dataclass(frozen=True, slots=True)
-class Ahead:
-    """A plan that is followed: the option it began with, what it cost, and what it has left."""
+class Followed:
+    """A plan some saves later: the option it began with, what it has cost so far, what that comes
+    to with the tails it has left, and these."""
 
     first: Option
-    cost: float
-    tails: tuple[Tail, ...]
     price: float
+    cost: float
+    tails: list[Tail]
 
 
 @dataclass(frozen=True)
@@ -77,6 +82,7 @@ class PlanAll(Policy):
     name: str = "plan"
     worth: float = TAIL_WORTH
     ahead: int = 0
+    mingles: bool = True
     compacts: bool = True
     learns: bool = True
 
@@ -87,128 +93,105 @@ class PlanAll(Policy):
         retire = max(request.retire, view.now + view.unit)
         left = -(-request.size // view.granularity) * view.granularity
         tails = [
-            Tail(z.index, z.tail, z.retire_max, market.value(z.tail, z.retire_max))
-            for z in view.zones
-            if z.tail and finite(z)
+            market.tail(zone.index, zone.tail, zone.retire_max)
+            for zone in view.zones
+            if zone.tail and (self.mingles or finite(zone))
         ]
-        slots, steps, price = view.slots, list[Step](), 0.0
-        while left and tails:
-            options = list(market.options(tails, left, retire, slots, view.empties))
-            if options:
-                best = self.best(options, market, tails, retire, slots)
-                return Plan([*steps, *written(best, view.capacity)], 0, price + best.price)
-            # Not enough fresh zones for any plan: the cheapest tail, then again.
-            zone = min(tails, key=lambda z: (max(0.0, retire - z.retire) / z.size, z.zone))
-            nbytes = min(zone.size, left)
-            price += view.capacity * max(0.0, retire - zone.retire) + zone.value
-            steps.append(Step(zone.zone, nbytes))
-            tails.remove(zone)
-            slots += nbytes == zone.size
-            left -= nbytes
-        fresh = min(view.empties, -(-left // view.capacity))
-        for _ in range(fresh):
-            nbytes = min(left, view.capacity)
-            steps.append(Step(None, nbytes))
-            left -= nbytes
-        return Plan(steps, left, price + fresh * view.capacity * (retire - view.now))
+        # What became an anchor's takes nothing more, and gives its slot for nothing.
+        known = {tail.zone for tail in tails}
+        spare = [z.index for z in view.zones if z.tail and z.index not in known]
+        steps, price = list[Step](), 0.0
+        free = view.slots + len(spare)
+        while left:
+            option = self._choose(market, tails, left, retire, free, view.empties)
+            if option is not None:
+                finished = tails[option.finished].zone if option.finished != NONE else None
+                steps += _steps(option, tails, market.capacity)
+                price += option.price
+                left = 0
+            elif tails:
+                # Not enough fresh zones for any plan: the cheapest tail, then again.
+                zone = min(tails, key=lambda z: (max(0.0, retire - z.retire) / z.size, z.zone))
+                nbytes = min(zone.size, left)
+                steps.append(Step(zone.zone, nbytes))
+                price += view.capacity * max(0.0, retire - zone.retire) + zone.value
+                tails.remove(zone)
+                free += nbytes == zone.size
+                left -= nbytes
+                continue
+            else:
+                finished, whole = None, min(left, view.empties * view.capacity)
+                steps += [Step(None, nbytes) for nbytes in _pieces(whole, view.capacity)]
+                left -= whole
+            return Plan(_making_way(steps, view, spare, finished), left, price)
+        return Plan(steps, 0, price)
 
-    def best(
+    def _choose(
         self,
-        options: Sequence[Option],
         market: Market,
-        tails: Sequence[Tail],
+        tails: list[Tail],
+        size: int,
         retire: float,
         slots: int,
-    ) -> Option:
+        empties: int,
+    ) -> Option | None:
         """The cheapest; ties to the first, which takes the fewest and the lowest zones."""
         if not self.ahead or not market.arrivals:
-            return min(options, key=lambda option: option.price)
+            return Offers(market, tails, retire, slots, empties).best(size)
         active = slots + len(tails)
-        beam = [market.follow(option, option, 0.0, tails, retire) for option in _least(options)]
-        for arrival in market.coming(self.ahead):
-            market = market.after(arrival)
-            found = [
-                market.follow(plan.first, option, plan.cost, left, arrival.time + arrival.lifetime)
-                for plan in beam
-                for left in [market.alive(plan.tails)]
-                for option in _least(
-                    list(
-                        market.options(
-                            left,
-                            arrival.size,
-                            arrival.time + arrival.lifetime,
-                            active - len(left),
-                            None,
-                        )
-                    )
-                )
-            ]
-            beam = sorted(found, key=lambda plan: plan.price)[:BEAM]
-        return beam[0].first
+        options = Offers(market, tails, retire, slots, empties).least(size)
+        beam = [market.follow(option, option, 0.0, tails, retire) for option in options]
+        for save in market.coming(self.ahead):
+            market = market.after(save)
+            dies = save.time + save.lifetime
+            found = []
+            for plan in beam:
+                alive = market.alive(plan.tails)
+                offers = Offers(market, alive, dies, active - len(alive), PLENTY)
+                found += [
+                    market.follow(plan.first, option, plan.cost, alive, dies)
+                    for option in offers.least(save.size)
+                ]
+            beam = nsmallest(BEAM, found, key=lambda plan: plan.price)
+        return beam[0].first if beam else None
 
 
-@dataclass(frozen=True, slots=True)
 class Market:
-    """What tails are worth at one moment, and what plans then cost."""
+    """What tails are worth at one moment, and what plans cost by that."""
 
-    capacity: int
-    now: float
-    arrivals: Sequence[Arrival]
-    worth: float
+    def __init__(
+        self, capacity: int, now: float, arrivals: Sequence[Arrival], worth: float
+    ) -> None:
+        self.capacity, self.now, self.worth = capacity, now, worth
+        self.arrivals = arrivals
+        self._uses: dict[float, list[tuple[float, float]]] = {}
+
+    def uses(self, retire: float) -> list[tuple[float, float]]:
+        """(lifetime, byte-time lost) of the streams that could use a tail which dies then."""
+        known = self._uses.get(retire)
+        if known is None:
+            found = sorted(
+                (self.capacity * max(0.0, a.time + a.lifetime - retire), -a.lifetime)
+                for a in self.arrivals
+                if self.now < a.time <= retire
+            )
+            known, longest = [], 0.0
+            for lost, lifetime in found:
+                if -lifetime > longest:  # else another one lives longer and loses less
+                    longest = -lifetime
+                    known.append((longest, lost))
+            self._uses[retire] = known
+        return known
 
     def value(self, size: int, retire: float) -> float:
         """V: byte-time that a tail will save."""
         best = 0.0
-        for arrival in self.arrivals:
-            if self.now < arrival.time <= retire:
-                late = max(0.0, arrival.time + arrival.lifetime - retire)
-                best = max(best, size * arrival.lifetime - self.capacity * late)
+        for lifetime, lost in self.uses(retire):
+            best = max(best, size * lifetime - lost)
         return self.worth * min(size * (retire - self.now), best)
 
-    def options(
-        self, tails: Sequence[Tail], size: int, retire: float, slots: int, empties: int | None
-    ) -> Iterator[Option]:
-        """Every plan for `size` bytes with at most so many fresh zones; None: with any number."""
-        most = FILLED_MOST if len(tails) < MANY else FILLED_MOST - 1
-        total = sum(tail.value for tail in tails)
-        late = [self.capacity * max(0.0, retire - tail.retire) for tail in tails]
-        cost_fresh = self.capacity * (retire - self.now)
-        places = range(len(tails))
-        cheapest = sorted(places, key=lambda i: (tails[i].value, i))
-        whole = {}  # bytes left after the fresh zones -> value of the tail of the last one
-        for count in range(min(most, len(tails)) + 1):
-            for chosen in combinations(places, count):
-                left = size - sum(tails[i].size for i in chosen)
-                if left < 0:
-                    continue
-                fresh, rest = divmod(left, self.capacity)
-                cost = sum(late[i] + tails[i].value for i in chosen) - total
-                filled = tuple(tails[i] for i in chosen)
-                opened = fresh + (rest > 0)
-                if empties is None or opened <= empties:
-                    finished = None
-                    if opened and slots + count <= 0:
-                        finished = next((tails[i] for i in cheapest if i not in chosen), None)
-                    price = cost + opened * cost_fresh + (finished.value if finished else 0.0)
-                    if rest:
-                        if rest not in whole:
-                            whole[rest] = self.value(self.capacity - rest, retire)
-                        price -= whole[rest]
-                    yield Option(price, filled, fresh, rest, None, finished)
-                if not rest or (empties is not None and fresh > empties):
-                    continue
-                for i in places:
-                    last = tails[i]
-                    if last.size <= rest or i in chosen:
-                        continue
-                    finished = None
-                    if fresh and slots + count <= 0:
-                        others = (j for j in cheapest if j != i and j not in chosen)
-                        finished = next((tails[j] for j in others), None)
-                    price = cost + late[i] + last.value + fresh * cost_fresh
-                    price -= self.value(last.size - rest, max(last.retire, retire))
-                    price += finished.value if finished else 0.0
-                    yield Option(price, filled, fresh, rest, last, finished)
+    def tail(self, zone: int, size: int, retire: float) -> Tail:
+        return Tail(zone, size, retire, self.value(size, retire))
 
     # Looking ahead
 
@@ -219,7 +202,7 @@ class Market:
             for arrival in self.arrivals
             for number in range(count if arrival.every > 0 else 1)
         ]
-        return sorted(saves)[:count]
+        return nsmallest(count, saves)
 
     def after(self, save: Arrival) -> Market:
         """The moment of a predicted save."""
@@ -228,54 +211,143 @@ class Market:
         ]
         return Market(self.capacity, save.time, arrivals, self.worth)
 
-    def alive(self, tails: Iterable[Tail]) -> tuple[Tail, ...]:
+    def alive(self, tails: Iterable[Tail]) -> list[Tail]:
         """Those that are left by now, with what they are worth now."""
-        return tuple(
-            tail._replace(value=self.value(tail.size, tail.retire))
-            for tail in tails
-            if tail.retire > self.now
-        )
+        return [self.tail(t.zone, t.size, t.retire) for t in tails if t.retire > self.now]
 
     def follow(
-        self, first: Option, option: Option, spent: float, tails: Sequence[Tail], retire: float
-    ) -> Ahead:
-        """A plan with one more save placed."""
-        gone = {tail.zone for tail in (*option.filled, option.last, option.finished) if tail}
-        left = [tail for tail in tails if tail.zone not in gone]
-        if option.rest and option.last is None:
-            # A name that no zone has; the plan opens no two zones for parts in one save.
-            index = min([0, *(tail.zone for tail in tails)]) - 1
-            size = self.capacity - option.rest
-            left.append(Tail(index, size, retire, self.value(size, retire)))
-        elif option.last is not None:
-            size, latest = option.last.size - option.rest, max(option.last.retire, retire)
-            left.append(Tail(option.last.zone, size, latest, self.value(size, latest)))
+        self, first: Option, option: Option, cost: float, tails: Sequence[Tail], retire: float
+    ) -> Followed:
+        """A plan with one more save placed. `Option.price` has the tails left in it already."""
+        gone = {*option.filled, option.last, option.finished}
+        left = [tail for place, tail in enumerate(tails) if place not in gone]
+        if option.last != NONE:
+            last = tails[option.last]
+            left.append(self.tail(last.zone, last.size - option.rest, max(last.retire, retire)))
+        elif option.rest:
+            left.append(self.tail(NONE, self.capacity - option.rest, retire))
         worth = sum(tail.value for tail in left)
-        price = spent + option.price
-        return Ahead(first, price + worth, tuple(left), price)
+        return Followed(first, cost + option.price, cost + option.price + worth, left)
 
 
-def _least(options: Sequence[Option]) -> Sequence[Option]:
-    return sorted(options, key=lambda option: option.price)[:BEAM]
+class Offers:
+    """All plans for a generation that retires at `retire`, with at most `empties` fresh zones."""
+
+    def __init__(
+        self, market: Market, tails: Sequence[Tail], retire: float, slots: int, empties: int
+    ) -> None:
+        self.market, self.tails, self.retire = market, tails, retire
+        self.slots, self.empties = slots, empties
+        self.sizes = [tail.size for tail in tails]
+        self.dies = [max(tail.retire, retire) for tail in tails]
+        # What it costs to take a tail: its zone may stay longer, and nobody else gets it.
+        capacity = market.capacity
+        self.taken = [capacity * max(0.0, retire - tail.retire) + tail.value for tail in tails]
+        # It is no less than this, whatever is left of the tail and worth something.
+        self.net = [
+            taken - market.value(tail.size, dies)
+            for taken, tail, dies in zip(self.taken, tails, self.dies, strict=True)
+        ]
+        self.least_net = min(self.net, default=0.0)
+        self.cheapest = sorted(range(len(tails)), key=lambda i: tails[i].value)
+        self.fresh_cost = capacity * (retire - market.now)
+
+    def best(self, size: int) -> Option | None:
+        """The cheapest plan for so many bytes, None if there is none."""
+        improving = self._options(size, every=False)
+        return improving[-1] if improving else None
+
+    def least(self, size: int) -> list[Option]:
+        """The cheapest plans, as many as a beam follows."""
+        return nsmallest(BEAM, self._options(size, every=True))
+
+    def _options(self, size: int, *, every: bool) -> list[Option]:
+        """All plans, or those that are cheaper than all before; the fewest tails come first.
+
+        This is where planning spends its time: plain loops, and no plan is made that is too dear.
+        """
+        capacity, value, sizes = self.market.capacity, self.market.value, self.sizes
+        least = math.inf
+        nothing = -sum(tail.value for tail in self.tails)
+        most = FILLED_MOST if len(sizes) < MANY else FILLED_MOST - 1
+        found: list[Option] = []
+        for filled in chain.from_iterable(
+            combinations(range(len(sizes)), count) for count in range(most + 1)
+        ):
+            left, price = size, nothing
+            for i in filled:
+                left -= sizes[i]
+                price += self.taken[i]
+            fresh, rest = divmod(left, capacity)
+            if not 0 <= fresh <= self.empties:
+                continue
+            price += fresh * self.fresh_cost
+            if fresh + (rest > 0) <= self.empties:
+                loser = self._loser(filled, NONE) if fresh or rest else NONE
+                whole = price + self._lost(loser)
+                if rest:
+                    whole += self.fresh_cost - value(capacity - rest, self.retire)
+                if whole < least or every:
+                    least = whole
+                    found.append(Option(whole, filled, NONE, fresh, rest, loser))
+            if not rest or (price + self.least_net >= least and not every):
+                continue
+            for i, tail in enumerate(sizes):
+                if tail <= rest or i in filled or (price + self.net[i] >= least and not every):
+                    continue
+                loser = self._loser(filled, i) if fresh else NONE
+                shared = price + self.taken[i] + self._lost(loser)
+                shared -= value(tail - rest, self.dies[i])
+                if shared < least or every:
+                    least = shared
+                    found.append(Option(shared, filled, i, fresh, rest, loser))
+        return found
+
+    def _lost(self, loser: int) -> float:
+        return self.tails[loser].value if loser != NONE else 0.0
+
+    def _loser(self, filled: tuple[int, ...], last: int) -> int:
+        """The tail that is given up for a fresh zone, if that needs a slot."""
+        if self.slots + len(filled) > 0:
+            return NONE
+        return next((i for i in self.cheapest if i != last and i not in filled), NONE)
 
 
-def written(option: Option, capacity: int) -> list[Step]:
-    """The steps of a plan: what frees active slots first, what needs them last."""
-    steps = [Step(tail.zone, tail.size) for tail in option.filled]
-    if option.last is not None:
-        steps.append(Step(option.last.zone, option.rest))
-    sizes = [capacity] * option.fresh
-    if option.rest and option.last is None:
-        sizes.append(option.rest)
-    finish = option.finished.zone if option.finished is not None else None
-    for size in sizes:
-        steps.append(Step(None, size, finish))
-        finish = None
+def _pieces(nbytes: int, capacity: int) -> list[int]:
+    whole, rest = divmod(nbytes, capacity)
+    return [capacity] * whole + [rest] * (rest > 0)
+
+
+def _steps(option: Option, tails: Sequence[Tail], capacity: int) -> list[Step]:
+    """What frees active slots first, what needs them last."""
+    steps = [Step(tails[i].zone, tails[i].size) for i in option.filled]
+    rest = option.rest
+    if option.last != NONE:
+        steps.append(Step(tails[option.last].zone, rest))
+        rest = 0
+    return steps + [
+        Step(None, nbytes) for nbytes in _pieces(option.fresh * capacity + rest, capacity)
+    ]
+
+
+def _making_way(
+    steps: list[Step], view: View, spare: list[int], finished: int | None
+) -> list[Step]:
+    """Name the zone that is finished for the first fresh one, if that needs a slot."""
+    tails = {zone.index: zone.tail for zone in view.zones}
+    slots = view.slots
+    for place, step in enumerate(steps):
+        if step.zone is None:
+            if slots <= 0:
+                loser = spare[0] if spare else finished
+                steps[place] = step._replace(finish=loser)
+            break
+        slots += step.nbytes == tails[step.zone]
     return steps
 
 
 POLICIES: Final[dict[str, Callable[..., Policy]]] = {
     "plan": PlanAll,
     "plan-ahead": partial(PlanAll, "plan-ahead", ahead=3),
-    "plan-bare": partial(PlanAll, "plan-bare", compacts=False, learns=False),
+    "plan-bare": partial(PlanAll, "plan-bare", mingles=False, compacts=False, learns=False),
 }
