@@ -200,8 +200,8 @@ class Simulator:
         result.overhead_zones = result.invalid_zones + result.tail_zones
         result.write_amplification = self._host / self._logical if self._logical else math.nan
         result.decision_us = self._deciding_ns / 1000 / max(1, result.saves_done)
-        result.p99_zones = _percentile([moved / self.capacity for moved, _ in self._saves], 0.99)
-        result.p99_ms = _percentile([ms for _, ms in self._saves], 0.99)
+        result.p99_zones = percentile([moved / self.capacity for moved, _ in self._saves], 0.99)
+        result.p99_ms = percentile([ms for _, ms in self._saves], 0.99)
         return result
 
     # Placement
@@ -458,7 +458,7 @@ class Simulator:
                     yield gain, -zone.index, 1 if other is None else -other.index
 
 
-def _percentile(values: list[float], share: float) -> float:
+def percentile(values: list[float], share: float) -> float:
     """Nearest rank."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, math.ceil(share * len(ordered)) - 1)] if ordered else 0.0
