@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from retainzfs import layout, lifetimes
+from retainzfs.chronicle import Chronicle
 from retainzfs.forecast import Forecast
 from retainzfs.namespace import Inode
 from retainzfs.streams import MISSED_MOST, State, Stream
@@ -23,6 +24,7 @@ class Completion(Forecast):
         super().__init__(*parts)
         self.reasons: dict[int, str] = {}  # generation → why it does not count as complete
         self.claimed: set[int] = set()  # generations that count once what they lack is there
+        self.chronicle = Chronicle()
 
     def complete(self, generation: int, state: State = State.COMPLETE) -> list[layout.Record]:
         """There is evidence that the generation is complete: it counts from now on.
@@ -60,6 +62,7 @@ class Completion(Forecast):
             stream.history.begin(generation, record.birth)
         self._unit = None
         self._measure(stream, record)
+        self.chronicle.completed(generation)
         self.reasons.pop(generation, None)
         self.claimed.discard(generation)
         return [record, *self.refreshed(stream, record), *self.remembered(stream)]

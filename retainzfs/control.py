@@ -16,7 +16,9 @@ from collections.abc import Callable
 import pyfuse3
 
 from retainzfs import observe
+from retainzfs.generations import chronicle
 from retainzfs.volume import ROOT, Volume
+from retainzfs.zones import Kind
 
 NAME = b".retainz"
 FIRST = 1 << 48
@@ -37,6 +39,7 @@ class Control:
             b"zones.json": lambda: _json(volume.zone_map()),
             # An extended attribute holds 64 KiB; the table of a long history may be longer.
             b"generations.json": lambda: _json(volume.generations(ROOT)),
+            b"trace.json": self._trace,
             b"scrub.json": lambda: _json(volume.scrub.report()),
             b"metrics": lambda: observe.metrics(volume),
             b"config.toml": lambda: settings,
@@ -88,6 +91,17 @@ class Control:
 
     def _statistics(self) -> str:
         return _json({"pid": os.getpid(), **self._volume.statistics()})
+
+    def _trace(self) -> str:
+        """What the recorder of traces asks for."""
+        table = self._volume.table
+        zones = {
+            "zone_capacity": table.capacity,
+            "zones": sum(zone.kind is not Kind.METADATA for zone in table.zones),
+            "active": table.data_active_limit,
+        }
+        told = chronicle(self._volume.retention)
+        return _json({"pid": os.getpid(), **zones, **told})
 
 
 def _json(value: object) -> str:

@@ -9,6 +9,7 @@ from functools import cache, partial
 from typing import Any
 
 from retainzfs import layout, lifetimes
+from retainzfs.chronicle import row_of
 from retainzfs.contexts import Context
 from retainzfs.history import Ended
 from retainzfs.lifetimes import FileClass, Layout
@@ -53,6 +54,26 @@ def history(retention: Retention, ino: int) -> list[dict[str, Any]]:
     streams = list(_streams(retention, ino))
     rows = [_past(retention, stream, one) for stream in streams for one in stream.history.ended]
     return sorted(rows, key=lambda row: row["deleted_epoch"])
+
+
+def chronicle(retention: Retention) -> dict[str, Any]:
+    """Return what a trace is recorded from: the latest generations that ended, numbered `first` to
+    `count`, and those that live. Times are epochs; `epoch` is now."""
+    namespace = retention.namespace
+    ended = retention.chronicle.ended
+    living = [
+        row_of(record, stream, namespace.path(stream.ino), retention.sizes(record.generation))
+        for stream in retention.all_streams()
+        if stream.ino in namespace.inodes
+        for record in retention.records(stream)
+    ]
+    return {
+        "epoch": retention.now_s(),
+        "first": retention.chronicle.count - len(ended) + 1,
+        "count": retention.chronicle.count,
+        "ended": list(ended),
+        "living": living,
+    }
 
 
 def _past(retention: Retention, stream: Stream, ended: Ended) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import stat
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import Any, Final, cast
 
 from retainzfs.device import Device, Geometry, create_target, is_memory, open_target
 from retainzfs.device.head import base_of
@@ -30,7 +30,9 @@ def geometry_for(zone_size: int, data_zones: int, active: int) -> Geometry:
     count = data_zones + metadata_zones(data_zones)
     while count - metadata_zones(count) < data_zones:
         count += 1
-    return Geometry(zone_size, zone_size, count, MIN_OPEN, active + JOURNAL_ACTIVE + COLLECTION_ACTIVE)
+    return Geometry(
+        zone_size, zone_size, count, MIN_OPEN, active + JOURNAL_ACTIVE + COLLECTION_ACTIVE
+    )
 
 
 def data_zones(geometry: Geometry) -> int:
@@ -97,6 +99,8 @@ def prepared(target: str, workload: Workload, *, force: bool = False) -> Part:
     with fewer or other zones than the workload has, and what `create_target` raises.
     """
     wanted = geometry_for(workload.capacity, workload.zones, workload.active)
+    if (flaw := wanted.flaw()) is not None:
+        raise UsageError(f"{workload.name}: {flaw}; other zones or another load make others")
     if target == MEMORY or is_memory(target):
         return Part(MemoryDevice(wanted, target), wanted)
     own = own_zones(target)
@@ -134,9 +138,7 @@ def _first_zones(target: str, own: Geometry, wanted: Geometry) -> Geometry:
             f" {wanted.max_active}; give a smaller --active"
         )
     limit = min(own.max_open or wanted.max_open, wanted.max_open)
-    return replace(
-        own, zone_count=wanted.zone_count, max_open=limit, max_active=wanted.max_active
-    )
+    return replace(own, zone_count=wanted.zone_count, max_open=limit, max_active=wanted.max_active)
 
 
 def suited(target: str, zones: int, active: int) -> tuple[int, int, int] | None:

@@ -212,10 +212,12 @@ class Retention(Reaping):
         members = self.members.get(generation)
         if members is None:
             return []
+        record = self.namespace.generations.get(generation)
+        if ino in members and record is not None and record.state != State.RETIRED:
+            self.chronicle.left(generation, self.namespace.get(ino).size)
         members.discard(ino)
         if members:
             return []
-        record = self.namespace.generations.get(generation)
         stream = self._of.get(generation)
         if record is None or stream is None or record.state == State.RETIRED:
             self._drop(generation)
@@ -239,6 +241,10 @@ class Retention(Reaping):
         self.claimed.discard(generation)
         return [record._replace(state=State.RETIRED), *self.remembered(stream)]
 
+    def sizes(self, generation: int) -> list[int]:
+        """Return the bytes of each file that a generation has."""
+        return [self.namespace.get(ino).size for ino in self.members.get(generation, ())]
+
     def _drop(self, generation: int) -> None:
         self.members.pop(generation, None)
         self.announced.pop(generation, None)
@@ -252,6 +258,14 @@ class Retention(Reaping):
     def _ended(self, stream: Stream, record: layout.GenerationRecord) -> None:
         """Learn from a deletion how long the stream's generations are kept."""
         generation = record.generation
+        self.chronicle.end(
+            record,
+            stream,
+            self.namespace.path(record.stream) if record.stream in self.namespace.inodes else "",
+            self.sizes(generation),
+            self.now_s(),
+            reaped=generation in self.reaping,
+        )
         if not record.order:
             stream.history.fail(generation)
             return

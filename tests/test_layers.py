@@ -31,6 +31,7 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
         "zones inodes replay history sightings",
         "maps",
         "namespace placement journal streams",
+        "chronicle",
         "evaluation",
         "trouble mending backup config",
         "lanes extents consistency contexts",
@@ -50,7 +51,7 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
         "control",
         "fs",
         "mkfs fsck unmounting",
-        "repair replay_target",
+        "repair replay_target recording",
         "volume_replay",
         "session",
         "mounting",
@@ -65,7 +66,8 @@ RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 FUSE_ROOMS = {"fs", "control", "session"}
 PURE = {
     *("errors", "layout", "lifetimes", "zones", "placement", "inodes", "maps", "namespace"),
-    *("consistency", "config", "history", "sightings", "streams", "contexts", "membership"),
+    *("consistency", "config", "chronicle", "history", "sightings", "streams", "contexts"),
+    "membership",
     *("evaluation", "forecast", "completion", "reaping", "retention", "generations"),
 }
 IMPURE = {"trio", "pyfuse3", "subprocess", "socket", "threading", "asyncio"}

@@ -16,11 +16,13 @@ from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 
 from retainzfs.errors import UsageError
+from retainzfs.evaluation.models import SHARDS as MODELS
 
 BLOCK: Final = 4096
 MIB: Final = 1 << 20
 SHARDS: Final = 8
 SHARD_SPREAD: Final = (0.7, 1.3)  # of the mean shard
+DRIVE_ZONE: Final = 1077 * MIB  # capacity of a zone of a common NVMe ZNS drive (WD ZN540)
 WARM_UP: Final = 20.0  # epochs that are not counted
 
 
@@ -89,6 +91,7 @@ class Family:
     saves: int = 250
     active: int = 6
     zone_size: int = 4 * MIB
+    model: tuple[int, ...] = ()  # bytes of each shard of every generation, in zones of DRIVE_ZONE
     bend: Callable[[Workload, random.Random], Workload] | None = field(default=None, repr=False)
 
     def make(self, seed: int, load: float) -> Workload:
@@ -122,6 +125,8 @@ class Family:
         low, high = self.sizes
         quarter = (high - low) / count
         sizes = [(low + quarter * (i + chance.random())) * self.zone_size for i in range(count)]
+        if self.model:
+            sizes = [float(sum(self._scaled()))] * count
         keeps, cadences = list(self.keeps), list(self.cadences)
         offsets = [cadence * i / count for i, cadence in enumerate(cadences)]
         late = list(self.late or [0.0] * count)
@@ -179,7 +184,13 @@ class Family:
         ]
         return sorted(max(0.0, time) for time in times)
 
+    def _scaled(self) -> tuple[int, ...]:
+        """Shards of the model: with other zones than the drive's they grow or shrink with these."""
+        return tuple(-(-shard * self.zone_size // DRIVE_ZONE) for shard in self.model)
+
     def _shards(self, mean: float, chance: random.Random) -> tuple[int, ...]:
+        if self.model:
+            return self._scaled()
         size = mean * chance.uniform(1 - self.size_jitter, 1 + self.size_jitter)
         parts = [chance.uniform(*SHARD_SPREAD) for _ in range(SHARDS)]
         whole = sum(parts)
@@ -188,6 +199,22 @@ class Family:
 
 def _is_anchor(save: Save) -> bool:
     return math.isinf(save.hint)
+
+
+def _training(name: str, keeps: tuple[int, ...], saves: int = 250) -> Family:
+    """Jobs that train one model, side by side. What they keep is 0.65 of the zones, so that a load
+    above that has anchors."""
+    shards = MODELS[name]
+    return Family(
+        name,
+        keeps=keeps,
+        cadences=(4.0,) * len(keeps),
+        zones=math.ceil(sum(keeps) * sum(shards) / (0.65 * DRIVE_ZONE)),
+        active=14,
+        zone_size=DRIVE_ZONE,
+        model=shards,
+        saves=saves,
+    )
 
 
 PAPER: Final = Family("paper")
@@ -205,6 +232,9 @@ FAMILIES: Final[dict[str, Family]] = {
         replace(PAPER, name="sizes", size_jitter=0.3),
         replace(PAPER, name="poisson", poisson=True),
         replace(PAPER, name="milestones", milestone_every=5, zones=116),
+        _training("smollm2-135m", (2, 4, 5, 7)),
+        _training("pythia-1b", (2, 4, 5, 7)),
+        _training("llama-70b-64", (2, 3), saves=60),  # each takes 750 zones
         replace(
             PAPER,
             name="large",
