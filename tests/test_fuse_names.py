@@ -366,6 +366,7 @@ def test_the_control_directory_is_found_and_not_listed(live: Live) -> None:
         "zones.json",
         "generations.json",
         "scrub.json",
+        "trace.json",
         "metrics",
         "config.toml",
     }

@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -353,9 +354,9 @@ def test_a_mount_is_recorded_and_replayed(
     plan, retainz = json.loads(capsys.readouterr().out)
     assert plan["seeds"][0]["saves_done"] == retainz["seeds"][0]["saves_done"] == 14
     assert run("run", file, *arguments, "--device", "memory:") == 0
-    out, err = capsys.readouterr()
-    assert [cell["seeds"][0]["saves_done"] for cell in json.loads(out)] == [14, 14]
-    assert "14 of 14 saves" in err
+    said = capsys.readouterr()
+    assert [cell["seeds"][0]["saves_done"] for cell in json.loads(said.out)] == [14, 14]
+    assert "14 of 14 saves" in said.err
 
 
 @pytest.mark.fuse
@@ -389,7 +390,7 @@ def test_control_c_ends_a_recording_in_good_order(room: Path) -> None:
     assert recording.stderr is not None
     assert b"until Ctrl-C" in recording.stderr.readline()
     train(room, "run", 2, range(1, 4), 20 * KIB)
-    recording.send_signal(subprocess.signal.SIGINT)  # type: ignore[attr-defined]
+    recording.send_signal(signal.SIGINT)
     out, _ = recording.communicate()
     assert recording.returncode == 0
     assert [g.number for g in trace.parse(out.splitlines(), "t").generations] == [1, 2, 3]

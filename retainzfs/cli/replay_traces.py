@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
+import signal
 import sys
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -96,23 +99,30 @@ def _record(given: argparse.Namespace) -> int:
         if given.out is not None:
             out = stack.enter_context(given.out.open("w"))
         recorder = Recorder(given.directory, out)
+        stopped = stack.enter_context(_stopping())
         until = "" if given.seconds is None else f" or {given.seconds:g} s are over"
         print(f"recording {given.directory} until Ctrl-C{until}", file=sys.stderr)
-        with contextlib.suppress(KeyboardInterrupt):
-            _poll(recorder, given.seconds)
+        deadline = time.monotonic() + (math.inf if given.seconds is None else given.seconds)
+        while not stopped.wait(max(0.0, min(POLL_S, deadline - time.monotonic()))):
+            if time.monotonic() >= deadline:
+                break
+            recorder.poll()
         recorder.end()
     print(f"{recorder.generations} generations recorded", file=sys.stderr)
     return 0
 
 
-def _poll(recorder: Recorder, seconds: float | None) -> None:
-    deadline = None if seconds is None else time.monotonic() + seconds
-    while True:
-        left = POLL_S if deadline is None else deadline - time.monotonic()
-        if left <= 0:
-            return
-        time.sleep(min(POLL_S, left))
-        recorder.poll()
+@contextlib.contextmanager
+def _stopping() -> Iterator[threading.Event]:
+    """Ctrl-C and SIGTERM set the event; an exception in the middle of a line would spoil it."""
+    stopped = threading.Event()
+    signals = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(each, lambda *_: stopped.set()) for each in signals]
+    try:
+        yield stopped
+    finally:
+        for each, handler in zip(signals, before, strict=True):
+            signal.signal(each, handler)
 
 
 # run
