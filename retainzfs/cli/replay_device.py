@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, replace
 
 from retainzfs import placement, volume_replay
@@ -34,6 +34,12 @@ def device_options(command: argparse.ArgumentParser, *, saves: bool = True) -> N
     command.add_argument(
         "--saves", type=_count, metavar="N", help="with --device: as many saves, not the family's"
     )
+
+
+def check_without_device(given: argparse.Namespace) -> None:
+    """Raises UsageError for options that mean something with --device only."""
+    if given.force or getattr(given, "saves", None):
+        raise UsageError("--force and --saves are for replays on a --device")
 
 
 def _count(text: str) -> int:
@@ -73,7 +79,7 @@ def of_family(target: str, saves: int | None = None) -> Make:
 
 def run_on_device(
     target: str, asked: Iterable[Setting], seeds: Sequence[int], make: Make, *, force: bool
-) -> Mapping[Setting, Cell]:
+) -> dict[Setting, Cell]:
     """Replay every setting and seed on the target, one behind the other.
 
     Without `force` a target that holds something is refused. Raises UsageError, before anything is

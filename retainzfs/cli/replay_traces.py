@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from retainzfs import placement
 from retainzfs.cli.output import print_json, print_table, size_argument
-from retainzfs.cli.replay_device import device_options, run_on_device
+from retainzfs.cli.replay_device import check_without_device, device_options, run_on_device
 from retainzfs.errors import UsageError
 from retainzfs.evaluation import trace
 from retainzfs.evaluation.experiment import Cell, Setting
@@ -149,7 +149,8 @@ def _run(given: argparse.Namespace) -> int:
         if setting.rule not in RULES:
             raise UsageError(f"no admission rule {setting.rule!r}; known: {', '.join(RULES)}")
     if given.device is None:
-        cells: Mapping[Setting, Cell] = {s: Cell(s, {0: _simulated(s, workload)}) for s in asked}
+        check_without_device(given)
+        cells = {s: Cell(s, {0: _simulated(s, workload)}) for s in asked}
     else:
         cells = run_on_device(
             given.device, asked, [0], lambda _setting, _seed: workload, force=given.force
