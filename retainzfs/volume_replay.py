@@ -15,13 +15,13 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Final
 
 import trio
 
-from retainzfs import mkfs
+from retainzfs import mkfs, placement
 from retainzfs.errors import NoSpace, RetainzError, UsageError
 from retainzfs.evaluation.simulator import Result, percentile
 from retainzfs.evaluation.workload import Delete, Save, Workload
@@ -86,33 +86,37 @@ class Place:
     files: tuple[tuple[int, bytes, int], ...]
 
 
-def options(policy: str, admission: str, clock: EpochClock) -> Options:
-    """How the volume is mounted. Raises UsageError for an admission rule it cannot choose."""
-    given: dict[str, Any] = {"policy": policy}
-    if admission:
-        if "admission" not in {known.name for known in fields(Options)}:
-            raise UsageError(f"a mounted volume has its own admission, not {admission!r}")
-        given["admission"] = admission
-    return Options(**given, wall_ns=clock.wall_ns, monotonic_s=clock.monotonic_s)
+NOTHING: Final[Mapping[str, str]] = {}
+CHOICES: Final = {known.name for known in fields(Options)}
+
+
+def options(policy: str, clock: EpochClock, choices: Mapping[str, str] = NOTHING) -> Options:
+    """How the volume is mounted; `choices` that are "" are left to it. Raises UsageError for a
+    policy that there is not, and for what a volume does not let anybody choose."""
+    placement.policy(policy)
+    given: dict[str, Any] = {name: value for name, value in choices.items() if value}
+    for name in given.keys() - CHOICES:
+        raise UsageError(f"--{name} {given[name]}: a volume has its own; leave out --device")
+    return Options(policy=policy, wall_ns=clock.wall_ns, monotonic_s=clock.monotonic_s, **given)
 
 
 def replay(
     target: str,
     workload: Workload,
     policy: str,
+    choices: Mapping[str, str] = NOTHING,
     *,
-    admission: str = "",
     force: bool = False,
     perf_s: Callable[[], float] = time.perf_counter,
 ) -> Replayed:
-    """Format a target and replay a workload on it.
+    """Format a target and replay a workload on it; `choices` are of `options`.
 
     Without `force` a target that holds something is refused. Raises UsageError for a policy that
     there is not or zones that do not suit, what `replay_target.prepared` raises, NoSpace when the
     anchors do not fit, and RetainzError when something reads back other than it was written.
     """
     clock = EpochClock()
-    mount = options(policy, admission, clock)
+    mount = options(policy, clock, choices)
     part = prepared(target, workload, force=force)
     return trio.run(_replay, part, workload, mount, clock, perf_s)
 
@@ -290,7 +294,7 @@ class Driver:
             "copied": told["copied_bytes"],
             "resets": told["zones"]["reset_total"],
             "deciding_us": (told["decision_us"] or 0.0) * told["plans"],
-            "borrowed": told.get("borrowed", 0),
+            "borrowed": getattr(self.volume.lanes, "borrows", 0),  # a volume need not lend
             "finishes": self.part.finishes,
             "stranded": self.part.stranded,
         }

@@ -111,7 +111,7 @@ async def driven(workload: Workload, policy: str = "plan") -> dict[tuple[int, in
     part, clock = prepared(MEMORY, workload), EpochClock()
     await part.device.start()
     await mkfs.format_started(part.device)
-    async with Volume.mounted(part.device, options(policy, "", clock)) as volume:
+    async with Volume.mounted(part.device, options(policy, clock)) as volume:
         await Driver(volume, part, workload, clock, lambda: 0.0).run()
         rows = volume.generations(ROOT)
     found = {}
@@ -179,7 +179,7 @@ def test_a_command_replays_what_it_is_asked(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("setting", "said"),
     [
-        (Setting("plan", parameters=(("patience", 1.0),)), "--set patience"),
+        (Setting("plan", parameters=(("patience", 1.0),)), "--set is for simulated"),
         (Setting("plan", rank="age"), "--rank age"),
         (Setting("plan", family="none"), "no family 'none'"),
         (Setting("none"), "no placement policy 'none'"),

@@ -7,13 +7,15 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, replace
 
-from retainzfs import placement, volume_replay
+from retainzfs import volume_replay
 from retainzfs.errors import UsageError
 from retainzfs.evaluation.experiment import Cell, Setting
 from retainzfs.evaluation.workload import FAMILIES, Workload
 from retainzfs.lifetimes import format_size
 from retainzfs.replay_target import suited
-from retainzfs.volume import Options
+
+# Fields of a setting that no volume has, and the options that say them.
+SIMULATED = {"parameters": "--set", "to_tails": "--reserve-only"}
 
 Make = Callable[[Setting, int], Workload]
 
@@ -87,13 +89,11 @@ def run_on_device(
     """
     cells = {setting: Cell(setting) for setting in asked}
     for setting in cells:
-        _mountable(setting)
+        volume_replay.options(setting.policy, volume_replay.EpochClock(), _choices(setting))
     todo = [(setting, seed, make(setting, seed)) for setting in cells for seed in seeds]
-    choosable = "admission" in {field.name for field in fields(Options)}
     for setting, seed, workload in todo:
-        admission = setting.rule if choosable else setting.admission
         replayed = volume_replay.replay(
-            target, workload, setting.policy, admission=admission, force=force
+            target, workload, setting.policy, _choices(setting), force=force
         )
         force = True  # what it holds from now on is ours
         cells[setting].results[seed] = result = replayed.result
@@ -105,12 +105,12 @@ def run_on_device(
     return cells
 
 
-def _mountable(setting: Setting) -> None:
-    """Raises UsageError for a policy that there is not, and for what is the simulator's alone."""
-    placement.policy(setting.policy)
-    if setting.parameters:
-        name = setting.parameters[0][0]
-        raise UsageError(f"--set {name}: a volume takes its policy by name; leave out --device")
+def _choices(setting: Setting) -> dict[str, str]:
+    """What a volume is to choose. Raises UsageError for what is the simulator's alone."""
     usual = Setting(setting.policy)
-    if setting.rank != usual.rank:
-        raise UsageError(f"--rank {setting.rank}: a volume has its own; leave out --device")
+    for field in fields(Setting):
+        option = SIMULATED.get(field.name)
+        if option and getattr(setting, field.name) != getattr(usual, field.name):
+            raise UsageError(f"{option} is for simulated time; leave out --device")
+    rule = setting.rule if "admission" in volume_replay.CHOICES else setting.admission
+    return {"admission": rule, "rank": "" if setting.rank == usual.rank else setting.rank}
