@@ -29,8 +29,8 @@ class Chronicle:
         """A file has left a generation that goes on, or is being deleted."""
         self._gone.setdefault(generation, []).append(size)
 
-    def completed(self, generation: int) -> None:
-        """What has left it until now is no part of it: files that were replaced."""
+    def forget(self, generation: int) -> None:
+        """What has left it until now is no part of it: it was replaced before it was complete."""
         self._gone.pop(generation, None)
 
     def end(

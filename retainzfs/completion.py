@@ -62,7 +62,7 @@ class Completion(Forecast):
             stream.history.begin(generation, record.birth)
         self._unit = None
         self._measure(stream, record)
-        self.chronicle.completed(generation)
+        self.chronicle.forget(generation)
         self.reasons.pop(generation, None)
         self.claimed.discard(generation)
         return [record, *self.refreshed(stream, record), *self.remembered(stream)]

@@ -250,6 +250,7 @@ class Retention(Reaping):
         self.announced.pop(generation, None)
         self.reasons.pop(generation, None)
         self.claimed.discard(generation)
+        self.chronicle.forget(generation)
         self.reaping.discard(generation)
         stream = self._of.pop(generation, None)
         if stream is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import shutil
 import signal
 import subprocess
@@ -29,7 +30,7 @@ from retainzfs.evaluation.workload import DRIVE_ZONE, FAMILIES, Delete, Save
 from retainzfs.placement.admission import RULES
 from retainzfs.recording import Recorder
 from retainzfs.streams import Stream
-from tests.conftest import Live
+from tests.conftest import Live, wait_until
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -237,7 +238,7 @@ def record(generation: int, order: int = 1) -> layout.GenerationRecord:
 def test_replaced_files_are_no_part_of_a_generation() -> None:
     chronicle, stream = Chronicle(), Stream(5, {b"step-"}, predicted={3: (math.inf, "")})
     chronicle.left(3, 100)  # renamed over before the save was complete
-    chronicle.completed(3)
+    chronicle.forget(3)
     chronicle.left(3, 40)
     chronicle.end(record(3), stream, "/run", [60], 12.25, reaped=False)
     [told] = chronicle.ended
@@ -325,6 +326,10 @@ def test_a_mount_is_recorded_and_replayed(
     room: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     train(room, "before", 3, range(1, 3), 40 * KIB)
+    reaped = room / "reaped"
+    reaped.mkdir()
+    for name in ("keep_last", "reap"):
+        os.setxattr(reaped, f"user.retainz.{name}", b"1")
     file = tmp_path / "trace.jsonl"
     with file.open("w") as out:
         recorder = Recorder(str(room), out)
@@ -333,17 +338,20 @@ def test_a_mount_is_recorded_and_replayed(
         train(room, "run", 2, range(9, 11), 300 * KIB)
         shutil.rmtree(room / "before")  # the directory of a stream goes with all that is in it
         train(room, "other", 1, range(1, 3), 20 * KIB)
+        train(room, "reaped", 99, range(1, 3), 30 * KIB)
+        wait_until(lambda: not (reaped / "step-1").exists(), "nothing was reaped")
         recorder.end()
     found = trace.parse(file.read_bytes().splitlines(), "t")
     told = {(Path(g.stream).parent.name, g.number): g for g in found.generations}
     assert len(told) == len(found.generations) == recorder.generations
-    steps = {"before": range(1, 3), "run": range(1, 11), "other": range(1, 3)}
+    steps = {"run": range(1, 11)} | dict.fromkeys(("before", "other", "reaped"), range(1, 3))
     assert set(told) == {(name, step) for name in steps for step in steps[name]}
-    kept = {("run", 9), ("run", 10), ("other", 2)}
+    kept = {("run", 9), ("run", 10), ("other", 2), ("reaped", 2)}
     for key, generation in told.items():
-        size = {"before": 40, "run": 300, "other": 20}[key[0]] * KIB + key[1]
+        size = {"before": 40, "run": 300, "other": 20, "reaped": 30}[key[0]] * KIB + key[1]
         assert generation.files == (size, size, 5)
         assert generation.complete
+        assert generation.reaped == (key == ("reaped", 1))
         assert (generation.deleted is None) == (key in kept)
         assert found.start <= (generation.deleted or found.end) <= found.end
         assert (generation.born < found.start) == (key[0] == "before")
@@ -352,11 +360,11 @@ def test_a_mount_is_recorded_and_replayed(
     arguments += ["--zone-size", "256K", "--json"]
     assert run("run", file, *arguments) == 0
     plan, retainz = json.loads(capsys.readouterr().out)
-    assert plan["seeds"][0]["saves_done"] == retainz["seeds"][0]["saves_done"] == 14
+    assert plan["seeds"][0]["saves_done"] == retainz["seeds"][0]["saves_done"] == 16
     assert run("run", file, *arguments, "--device", "memory:") == 0
     said = capsys.readouterr()
-    assert [cell["seeds"][0]["saves_done"] for cell in json.loads(said.out)] == [14, 14]
-    assert "14 of 14 saves" in said.err
+    assert [cell["seeds"][0]["saves_done"] for cell in json.loads(said.out)] == [16, 16]
+    assert "16 of 16 saves" in said.err
 
 
 @pytest.mark.fuse
