@@ -60,7 +60,6 @@ class Completion(Forecast):
         stream.marked = stream.marked or state is State.COMPLETE
         if math.isfinite(record.birth) and record.birth <= self.now_s():
             stream.history.begin(generation, record.birth)
-        self._unit = None
         self._measure(stream, record)
         self.chronicle.forget(generation)
         self.reasons.pop(generation, None)
@@ -103,6 +102,8 @@ class Completion(Forecast):
         for stem in stems:
             stream.missed.pop(stem, None)
         stream.size = record.size or stream.size
+        stream.files = len(self.members.get(record.generation, ()))
+        self.looked_again(stream)
 
     def presumable(self, generation: int) -> Iterator[int]:
         """Yield generations that are complete as far as this mount can see: of those before one

@@ -12,12 +12,15 @@ from typing import Self
 import trio
 
 from retainzfs import errors, layout, lifetimes, placement, recovery
+from retainzfs.admitting import Admission
 from retainzfs.committer import DATA_INTERVAL_S, Committer
 from retainzfs.config import Configured, StreamTable
+from retainzfs.copying import Copier
 from retainzfs.device import Device
 from retainzfs.lanes import Lane, Lanes
 from retainzfs.layout import BLOCK
 from retainzfs.namespace import Inode, Namespace, Run
+from retainzfs.placement import admission, collection
 from retainzfs.reader import Reader
 from retainzfs.reclaim import Reclaim
 from retainzfs.retention import Retention
@@ -38,7 +41,9 @@ class Options:
     """How a volume is mounted. `commit`: close, fsync, or the seconds between commits."""
 
     commit: lifetimes.Durability = "fsync"
-    policy: str = "retainz"
+    policy: str = "plan"
+    admission: str = ""  # a rule of placement.admission; "" is the policy's usual one
+    rank: str = "dead-time"  # of placement.collection
     pool: int = POOL  # bytes of staging memory
     streams: tuple[StreamTable, ...] = ()  # of the configuration
     wall_ns: Callable[[], int] = time.time_ns
@@ -109,10 +114,8 @@ class Core:
             self.table,
             self.trouble,
             placement.policy(options.policy),
-            self.retention.hint_of,
-            self.retention.retire_of,
+            self.retention,
             self.now_s,
-            self.retention.unit_s,
         )
         self.reader = Reader(device, self.table, self.namespace, self.trouble)
         self.reader.left = self.lanes.changed
@@ -131,14 +134,25 @@ class Core:
         self.trouble.turned = self._zones_changed
         self.namespace.lost = self.lost
         self.namespace.ledger = Accounts(self.table, lambda: self.committer.round)
+        self.copier = Copier(
+            self.lanes, self.stream, self.namespace, self.committer, self.now_s, self.kept
+        )
         self.reclaim = Reclaim(
             device,
             self.lanes,
             self.stream,
             self.namespace,
             self.committer,
+            self.copier,
             self.now_s,
-            self.kept,
+            collection.ranking(options.rank),
+        )
+        self.admission = Admission(
+            self.lanes,
+            self.reclaim,
+            self.namespace,
+            admission.rule(options.admission, options.policy),
+            self.retention.due,
         )
         self.scrub = Scrub(device, self.table, self.namespace, nursery, self.reader.tell)
         self.logical = 0  # bytes that programs wrote
@@ -289,8 +303,14 @@ class Core:
 
     def _now_durable(self) -> None:
         if self.table.resettable(self.committer.durable_round):
-            self.nursery.start_soon(self.reclaim.reset_dead)
+            self.nursery.start_soon(self._reset_dead)
         self._zones_changed()
+
+    async def _reset_dead(self) -> None:
+        await self.reclaim.reset_dead()
+        if self.admission.owes():
+            with suppress(errors.RetainzError):  # the volume has stopped, and has told why
+                await self.admission.repay()
 
     def lost(self, inode: Inode) -> None:
         """Bytes of a file are lost. A round that is under way may say that its generation is

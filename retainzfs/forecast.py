@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from statistics import median
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from retainzfs import layout, lifetimes, streams
-from retainzfs.lanes import Hint
+from retainzfs.lanes import Hint, of_files
+from retainzfs.lifetimes.prediction import LAG_LEAST
 from retainzfs.membership import Membership
 from retainzfs.namespace import Inode
-from retainzfs.streams import State, Stream
+from retainzfs.placement import Arrival
+from retainzfs.streams import Outlook, State, Stream
 from retainzfs.zones import Kind
 
 CADENCE_GUESS_S = 60.0  # of the very first stream, until its second save
@@ -19,13 +20,17 @@ GUESSED = b"; ranked with the latest known retirement"  # end of the origin of a
 LONG = 32  # generations; a stream with more looks at all of them not at every save
 STATED = (b"anchor=", b"keep_every=", b"retire=")  # origins of what was not left to retention
 E_PER_CADENCE = 4.0  # placement's constants are in quarters of a cadence
+UNIT_STEP = 1.25  # the unit changes only by so much at once: else plans made with it are not alike
+ALIVE = 8.0  # cadences without a save, from which on a stream is taken for ended
+DELETIONS = 8  # of a stream, that all have to be in time for the next to be counted on
 
 
 class Forecast(Membership):
     def __init__(self, *parts: Any) -> None:
         super().__init__(*parts)
         self.announced: dict[int, dict[int, int]] = {}  # generation → inode → promised size
-        self._unit: float | None = None
+        self._unit = CADENCE_GUESS_S / E_PER_CADENCE
+        self._guessed = self._unit_due = True
 
     def cadence_of(self, stream: Stream) -> float | None:
         """Return the seconds between saves, declared or learned."""
@@ -73,6 +78,7 @@ class Forecast(Membership):
         """
         if stream.ino not in self.namespace.inodes:
             return
+        self.looked_again(stream)
         records = self.records(stream)
         stream.stale += 1
         if newest is not None and stream.stale * LONG < len(records):
@@ -159,7 +165,7 @@ class Forecast(Membership):
         announced = sum(self.announced.get(generation, {}).values())
         size = stated or max(announced, stream.size)
         kind = Kind.ANCHOR if math.isinf(record.retire) else Kind.FINITE
-        return Hint(kind, record.retire, size)
+        return Hint(kind, record.retire, size, stream.files)
 
     def announce(self, inode: Inode, size: int) -> None:
         """A file grew to its size before its bytes came (ftruncate, posix_fallocate)."""
@@ -167,12 +173,103 @@ class Forecast(Membership):
             self.announced.setdefault(inode.generation, {})[inode.ino] = size
 
     def unit_s(self) -> float:
-        """Return placement's unit E in seconds: a quarter of the streams' median cadence."""
-        if self._unit is None:
-            cadences = [self.cadence_of(s) for s in self.all_streams() if s.numbers]
-            known = [c for c in cadences if c]
-            self._unit = (median(known) if known else CADENCE_GUESS_S) / E_PER_CADENCE
+        """Return placement's unit E in seconds: a quarter of the median cadence of the streams,
+        each weighed by the bytes that it keeps."""
+        if self._unit_due:
+            self._unit_due = False
+            cadences = [
+                (cadence, (stream.size or 1) * len(stream.numbers))
+                for stream in self.all_streams()
+                if stream.numbers and (cadence := self.cadence_of(stream))
+            ]
+            unit = (_median(cadences) or CADENCE_GUESS_S) / E_PER_CADENCE
+            if self._guessed or not 1 / UNIT_STEP < unit / self._unit < UNIT_STEP:
+                self._unit, self._guessed = unit, not cadences
         return self._unit
+
+    def looked_again(self, stream: Stream) -> None:
+        """A stream has saved, deleted, or another policy: what is expected of it may change."""
+        stream.outlook = None
+        self._unit_due = True
+
+    def arrivals(self) -> list[Arrival]:
+        """Return the next save of each stream that is alive; none lies in the past."""
+        now = self.now_s()
+        coming = []
+        for stream in self._alive(now):
+            last, every, lifetime, _ = self._outlook(stream)
+            if math.isfinite(every + lifetime) and stream.size:
+                time = last + every if last + every > now else now + every
+                coming.append(Arrival(time, lifetime, of_files(stream.size, stream.files), every))
+        return coming
+
+    def milestones(self) -> bool:
+        """Whether a stream that is alive will make anchors, as declared or learned."""
+        return any(self._outlook(stream).anchors for stream in self._alive(self.now_s()))
+
+    def _alive(self, now: float) -> Iterator[Stream]:
+        for stream in self.all_streams():
+            if stream.numbers:
+                last, every, *_ = self._outlook(stream)
+                if now - last <= ALIVE * (every if math.isfinite(every) else CADENCE_GUESS_S):
+                    yield stream
+
+    def _outlook(self, stream: Stream) -> Outlook:
+        if stream.outlook is None:
+            stream.outlook = self._looked_up(stream)
+        return stream.outlook
+
+    def _looked_up(self, stream: Stream) -> Outlook:
+        inode = self.namespace.inodes.get(stream.ino)
+        records = self.records(stream)
+        if inode is None or not inode.is_dir or not records:
+            return Outlook(-math.inf, math.inf, math.inf, anchors=False)  # it saves no more
+        policy = self.policy_of(inode)
+        every = self.cadence_of(stream) or math.inf
+        last = max(record.birth for record in records)
+        finite = [record for record in records if math.isfinite(record.retire)]
+        newest = max(finite, key=lambda record: record.generation, default=None)
+        lifetime = newest.retire - newest.birth if newest is not None else math.inf
+        anchors = bool(policy.anchor or policy.keep_every or self.learned(stream, policy).every)
+        return Outlook(last, every, lifetime, anchors)
+
+    def due(self, generation: int) -> set[int] | None:
+        """Return the generations that this save makes its program delete when it is complete; None
+        for a stream of which that is not known: its last deletions were not all in time."""
+        stream = self._of.get(generation)
+        inode = self.namespace.inodes.get(stream.ino) if stream is not None else None
+        if stream is None or inode is None:
+            return None
+        keep = self.policy_of(inode).keep_last
+        ended = stream.history.ended[-DELETIONS:]
+        late = [e.saves - (keep or e.saves_predicted) > LAG_LEAST for e in ended]
+        if not ended or any(late):
+            return None
+        known = [r for r in self.counted(stream) if r.generation != generation]
+        if keep is None:
+            soon = self.now_s() + self.unit_s()
+            known = [record for record in known if record.retire <= soon]
+        else:
+            known = known[keep - 1 :]
+        return {r.generation for r in known if math.isfinite(r.retire) and self._is_free(r)}
+
+    def _is_free(self, record: layout.GenerationRecord) -> bool:
+        """Whether the bytes of a generation go with its names: nobody has a file of it open, and
+        no file has another name."""
+        members = self.members.get(record.generation, ())
+        inodes = [self.namespace.inodes[ino] for ino in members]
+        return not any(i.handles or i.ino in self.namespace.links for i in inodes)
+
+
+def _median(weighted: Iterable[tuple[float, int]]) -> float | None:
+    """Return the lower weighted median of (value, weight); None of nothing."""
+    ordered = sorted(weighted)
+    half = sum(weight for _, weight in ordered) / 2
+    for value, weight in ordered:
+        half -= weight
+        if half <= 0:
+            return value
+    return None
 
 
 def _same(a: float, b: float) -> bool:

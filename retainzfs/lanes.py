@@ -1,9 +1,10 @@
 """Where the next bytes of a lane go: plans become promises, byte-exact and one at a time.
 
 A lane is a flow of bytes with one retirement: a generation, or a kind of data that has none. Its
-plan comes from the placement policy and is a soft claim; a promise in the zone table is made only
-when a run is about to be appended. Plans are made and zones are changed under one lock, so two
-lanes never count on the same tail.
+plan comes from the placement policy and is a soft claim: other plans leave that room alone, but
+what was accepted goes there all the same when it has no other place. A claim lapses when its
+generation is complete, or when its lane has been idle for a while. A promise in the zone table is
+made only when a run is about to be appended.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 import trio
 
@@ -33,7 +36,10 @@ if TYPE_CHECKING:
 DATA_KINDS = tuple(k for k in Kind if k not in (Kind.METADATA, Kind.COLLECTION))
 
 
+P = TypeVar("P")
+
 IN_FLIGHT = 2  # appends of a lane: while one is written the next waits in the device's queue
+CLAIM_IDLE_S = 10.0  # without a write, after which others may plan with what a lane has claimed
 
 
 class Hint(NamedTuple):
@@ -42,20 +48,37 @@ class Hint(NamedTuple):
     kind: Kind
     retire_s: float  # epoch; inf for an anchor
     size: int  # bytes expected of the whole generation, 0 when unknown
+    files: int = 0  # that the generation before had
+
+
+class Foresight(Protocol):
+    """What retention knows of all generations; times in seconds on the mount's timeline."""
+
+    def hint_of(self, generation: int) -> Hint: ...
+
+    def retire_of(self, generation: int) -> float: ...
+
+    def arrivals(self) -> list[placement.Arrival]: ...
+
+    def milestones(self) -> bool: ...
+
+    def unit_s(self) -> float: ...
 
 
 class Lane:
     """`key` is a generation (> 0) or a kind of data without one (-kind)."""
 
     __slots__ = (
-        "closed", "copies", "epoch", "key", "kind", "open", "placed", "queue", "redo", "room",
-        "steps", "working", "zone",
+        "allowance", "begun_s", "closed", "copies", "epoch", "key", "kind", "left", "open",
+        "placed", "planned", "queue", "redo", "reserve", "retire_s", "room", "steps", "taken",
+        "used_s", "working", "zone",
     )  # fmt: skip
 
     def __init__(self, key: int, kind: Kind, *, copies: bool = False) -> None:
         self.key = key
         self.kind = kind  # of the data; the hint of a generation overrides it
-        self.copies = copies  # collection's, may take the emergency zone
+        self.copies = copies  # collection's
+        self.reserve = copies  # whether it may take the emergency zone
         self.open: OpenRun | None = None  # shared by the lane's small files
         self.queue: deque[OpenRun] = deque()
         self.redo: deque[tuple[OpenRun, Run]] = deque()  # runs whose append failed
@@ -64,7 +87,14 @@ class Lane:
         self.zone: int | None = None  # the zone being filled
         self.epoch = 0  # of that zone; after a reset it may be anybody's
         self.steps: deque[placement.Step] = deque()
+        self.left = 0  # bytes of the step that is being carried out
         self.placed = 0  # bytes of the lane that have a zone
+        self.taken = 0  # bytes that programs wrote to it
+        self.allowance = 0  # bytes that they may write before room is looked for again
+        self.planned = False  # whether there was a place for all of these
+        self.begun_s = -math.inf  # when it was planned first
+        self.used_s = -math.inf  # when it last planned or placed anything
+        self.retire_s = math.inf  # of its bytes, when they were planned
         self.closed = False  # its generation is complete
 
 
@@ -91,6 +121,12 @@ def stored(nbytes: int) -> int:
     return (blocks + -(-blocks // RUN_BLOCKS_MAX) + 1) * BLOCK
 
 
+def of_files(nbytes: int, files: int) -> int:
+    """Return the bytes that so many data bytes take at most that come in so many files, each of
+    which may have a run of its own."""
+    return stored(nbytes) + 2 * files * BLOCK
+
+
 def usable(tail: int) -> int:
     """Return the blocks that runs can fill in a tail of so many bytes: one that is cut at the end
     has a trailer more."""
@@ -106,26 +142,25 @@ class Lanes:
         table: ZoneTable,
         trouble: Trouble,
         policy: placement.Policy,
-        hint_of: Callable[[int], Hint],
-        retire_of: Callable[[int], float],
+        foresight: Foresight,
         now_s: Callable[[], float],
-        unit_s: Callable[[], float],
     ) -> None:
         self.device = device
         self.table = table
         self.trouble = trouble
         trouble.finish = self.finish
         self.policy = policy
-        self.hint_of = hint_of
-        self.retire_of = retire_of
+        self.foresight = foresight
+        self.retire_of = foresight.retire_of
+        self.unit_s = foresight.unit_s
         self.now_s = now_s
-        self.unit_s = unit_s
         self.lanes: dict[int, Lane] = {}
         self.staged: Callable[[], dict[Kind, int]] = dict  # bytes without a promise, by kind
         self.admitted = dict.fromkeys(Kind, 0)  # bytes of writes that are about to be staged
         self.copying = False  # collection is at work, and the tail of its zone is its own
         self.emergencies = 0  # writes that found no other zone than the emergency zone
         self.plans = 0
+        self.borrows = 0
         self._groups = sorted({table.group(kind) for kind in DATA_KINDS})
         self._whole = usable(table.capacity)
         self._planning_ns = 0
@@ -144,7 +179,7 @@ class Lanes:
         lane = self.lanes.get(key)
         if lane is not None:
             lane.closed = True
-            lane.steps.clear()
+            self.lapse(lane)
             self.drop_idle(lane)
 
     def drop_idle(self, lane: Lane) -> None:
@@ -154,9 +189,20 @@ class Lanes:
             del self.lanes[lane.key]
 
     def hint(self, lane: Lane) -> Hint:
-        if lane.key > 0:
-            return self.hint_of(lane.key)
-        return Hint(lane.kind, math.inf, 0)
+        if lane.key <= 0:
+            return Hint(lane.kind, math.inf, 0)
+        hint = self.foresight.hint_of(lane.key)
+        if hint.kind is Kind.ANCHOR and not self.policy.apart:
+            return hint._replace(kind=Kind.FINITE)
+        return hint
+
+    def kind_of(self, generation: int) -> Kind:
+        """The kind of zone that a generation's bytes go to."""
+        kind = self.foresight.hint_of(generation).kind
+        if kind is not Kind.ANCHOR:
+            return kind
+        mingled = self.policy.mingles and not self.foresight.milestones()
+        return Kind.FINITE if mingled or not self.policy.apart else kind
 
     def changed(self) -> None:
         """Zones filled, were finished, reset or read to the end: who waits for one looks again."""
@@ -190,7 +236,7 @@ class Lanes:
         """Return how many blocks, trailers included, the tails and the empty zones have beyond
         what is staged, whatever the kind."""
         groups = list(self._groups)
-        if self.table.empty and not self.copying:
+        if self.table.empty and not (self.copying or self.table.borrowed):
             groups.append(Kind.COLLECTION)  # the next copies have the emergency zone
         tails = (zone for group in groups for zone in self.table.partial(group))
         room = sum(usable(zone.tail) for zone in tails) + self.table.empty_available * self._whole
@@ -220,29 +266,37 @@ class Lanes:
         """Promise the lane room for up to `want` data blocks. Raises NoSpace."""
         async with self._lock:
             while True:
-                zone = self._current(lane)
+                zone = self._current(lane, want)
                 if zone is not None:
                     break
                 await self._advance(lane, want * BLOCK)
-            blocks = fit(zone.tail // BLOCK, want)
+            # What a plan has next is next when its step is carried out, not when the zone is full.
+            tail = min(zone.tail, lane.left) if lane.steps else zone.tail
+            blocks = fit(tail // BLOCK, want)
             start = (zone.write_pointer + zone.reserved) // BLOCK
             nbytes = (blocks + (blocks > INLINE_SUMS_MAX)) * BLOCK
             self.table.reserve(zone, nbytes)
             lane.placed += nbytes
+            lane.left = max(0, lane.left - nbytes)
+            lane.used_s = self.now_s()
             if zone.kind is Kind.COLLECTION and not lane.copies:
                 lane.zone = None  # a last resort, each time anew
             return Place(zone, start, blocks)
 
-    def _current(self, lane: Lane) -> Zone | None:
+    def _current(self, lane: Lane, want: int) -> Zone | None:
         if lane.zone is None:
             return None
         zone = self.table[lane.zone]
         reset = zone.epoch != lane.epoch
-        adopted = lane.copies and zone.kind is not Kind.COLLECTION  # its tail is the writers' now
-        if zone.tail < BLOCK or reset or adopted:
+        done = lane.steps and lane.left < BLOCK
+        if zone.tail < BLOCK or reset or done or (lane.copies and not self._lets_in(zone, want)):
             lane.zone = None
             return None
         return zone
+
+    def _lets_in(self, zone: Zone, want: int) -> bool:
+        """Whether copies of `want` blocks may go to a zone: nothing that is staged counts on it."""
+        return zone.kind is Kind.COLLECTION or self.spare() > stored(want * BLOCK) // BLOCK
 
     @staticmethod
     def _take(lane: Lane, zone: Zone) -> None:
@@ -252,41 +306,146 @@ class Lanes:
     async def _advance(self, lane: Lane, need: int) -> None:
         """Give the lane its next zone."""
         hint = self.hint(lane)
-        # Copies have the emergency zone; all other room is promised to writers.
+        # Copies go where collection has planned them, or to a zone of their own.
         if not lane.steps and not lane.copies:
             self._plan(lane, hint, need)
-        if not lane.steps:
-            self._take(lane, await self._last_resort(lane, hint))
-            return
-        step = lane.steps.popleft()
-        if step.zone is not None:
+        while lane.steps:
+            step = lane.steps.popleft()
+            lane.left = step.nbytes
+            if step.zone is None:
+                break
             zone = self.table[step.zone]
-            usable = zone.tail >= BLOCK and zone.kind is self.table.group(hint.kind)
-            if usable:
-                self._take(lane, zone)
-            else:
-                lane.steps.clear()
+            mine = zone.kind is self.table.group(hint.kind)
+            if zone.tail >= BLOCK and (mine if not lane.copies else zone.partial):
+                if not lane.copies or self._lets_in(zone, need // BLOCK):
+                    self._take(lane, zone)
+                    return
+            elif not lane.copies:
+                lane.steps.clear()  # to be planned anew
+                return
+        else:
+            lane.left = 0
+            self._take(lane, await self._last_resort(lane, hint))
             return
         try:
-            self._take(lane, await self._fresh(hint.kind, step.finish))
+            fresh = await self._fresh(hint.kind, step.finish)
         except errors.NoSpace:
             lane.steps.clear()
-            self._take(lane, await self._last_resort(lane, hint))
+            lane.left = 0
+            fresh = await self._last_resort(lane, hint)
+        else:
+            fresh.tag = step.tag
+        self._take(lane, fresh)
 
     def _plan(self, lane: Lane, hint: Hint, need: int) -> None:
+        """Plan what nobody has admitted, or what is more than was admitted."""
+        size = max(stored(need), of_files(hint.size, hint.files) - lane.placed)
+        if hint.kind not in (Kind.FINITE, Kind.ANCHOR):
+            size = stored(need)
+        request, view = self.request(lane, hint, size), self.view(hint.kind, lane)
+        tries = [view, replace(view, scarce=True), self.view(hint.kind)]
+        for seen in tries:
+            plan = self.decide(partial(self._planned, request, seen, hint.kind))
+            if plan.steps:
+                break
+        self.carry_out(lane, request, plan)
+
+    def _planned(
+        self, request: placement.Request, view: placement.View, kind: Kind
+    ) -> placement.Plan:
+        if kind in (Kind.FINITE, Kind.ANCHOR):
+            return self.policy.plan(request, view)
+        return placement.fill(request, view)
+
+    def decide(self, decision: Callable[[], P]) -> P:
+        """Return what a decision of the policy comes to, and take its time."""
         started = time.perf_counter_ns()
-        size = max(stored(need), stored(hint.size) - lane.placed)
-        request = placement.Request(size, hint.retire_s, max(stored(hint.size), size))
-        view = placement.survey(
-            self.table, hint.kind, self.retire_of, self.now_s(), unit=self.unit_s()
-        )
-        if hint.kind is Kind.FINITE:
-            plan = self.policy.plan(request, view)
-        else:
-            plan = placement.fill(placement.Request(stored(need), hint.retire_s), view)
-        lane.steps = deque(plan.steps)
-        self.plans += 1
+        made = decision()
         self._planning_ns += time.perf_counter_ns() - started
+        self.plans += 1
+        return made
+
+    def request(self, lane: Lane, hint: Hint, size: int) -> placement.Request:
+        begun = lane.begun_s if math.isfinite(lane.begun_s) else self.now_s()
+        whole = max(of_files(hint.size, hint.files), size)
+        return placement.Request(size, hint.retire_s, whole, hint.retire_s - begun)
+
+    def carry_out(self, lane: Lane, request: placement.Request, plan: placement.Plan) -> None:
+        """Let the lane follow a plan from its next run on."""
+        lane.used_s = self.now_s()
+        if math.isinf(lane.begun_s):
+            lane.begun_s = lane.used_s
+        lane.steps, lane.left, lane.zone = deque(plan.steps), 0, None
+        lane.retire_s = request.retire
+
+    # Claims
+
+    def view(self, kind: Kind, lane: Lane | None = None) -> placement.View:
+        """Return what a policy may know; for a lane without what the others have claimed."""
+        milestones = self.foresight.milestones() or not self.policy.apart
+        if self.policy.mingles and not milestones and kind is Kind.FINITE:
+            for zone in self.table.partial(Kind.ANCHOR):
+                self.table.adopt(zone, Kind.FINITE)
+        view = placement.survey(
+            self.table,
+            kind,
+            self.retire_of,
+            self.now_s(),
+            unit=self.unit_s(),
+            arrivals=self.foresight.arrivals(),
+            milestones=milestones,
+        )
+        return view if lane is None else self._unclaimed(view, lane)
+
+    def _unclaimed(self, view: placement.View, lane: Lane) -> placement.View:
+        zones = {zone.index: zone for zone in view.zones}
+        empties, slots = view.empties, view.slots
+        for other in list(self.lanes.values()):
+            if other is lane or other.copies or self._idle(other):
+                continue
+            steps = list(other.steps)
+            if other.zone is not None and other.left:
+                steps.append(placement.Step(other.zone, other.left))
+            for step in steps:
+                if step.zone is None:
+                    empties -= 1
+                    slots -= step.nbytes < usable(self.table.capacity) * BLOCK
+                    slots += step.finish is not None and zones.pop(step.finish, None) is not None
+                elif (zone := zones.pop(step.zone, None)) is not None:
+                    tail = zone.tail - step.nbytes
+                    slots += tail < BLOCK
+                    if tail >= BLOCK:
+                        latest = max(zone.retire_max, other.retire_s)
+                        earliest = min(zone.retire_min, other.retire_s)
+                        zones[zone.index] = placement.ZoneSummary(
+                            zone.index, tail, view.capacity - tail, latest, earliest, zone.tag
+                        )
+        ordered = [zones[index] for index in sorted(zones)]
+        return replace(view, zones=ordered, empties=max(0, empties), slots=max(0, slots))
+
+    def _idle(self, lane: Lane) -> bool:
+        """Whether a lane has no claims, after those that are too old have lapsed."""
+        if self.now_s() - lane.used_s > CLAIM_IDLE_S and (lane.steps or lane.left):
+            self.lapse(lane)
+        return not (lane.steps or lane.left)
+
+    def lapse(self, lane: Lane) -> None:
+        """The lane claims nothing any more; what it writes yet is planned anew."""
+        lane.steps.clear()
+        lane.left = lane.allowance = 0
+        self.recall()
+
+    def recall(self) -> None:
+        """A zone that was lent and not taken is the emergency zone again, if nothing needs it."""
+        claimed = sum(step.zone is None for lane in self.lanes.values() for step in lane.steps)
+        if self.table.borrowed and self.table.empty > claimed:
+            self.table.borrowed = False
+            self.table.borrowed = self.spare() < 0
+
+    def lend(self) -> None:
+        """The emergency zone is for data until the next reset."""
+        self.table.borrowed = True
+        self.borrows += 1
 
     def decision_us(self) -> float | None:
         """Mean time to plan a generation, microseconds."""
@@ -303,7 +462,12 @@ class Lanes:
             finish = None
             if loser is None or not loser.active or loser.sealed:
                 loser = placement.to_finish(
-                    self.table, kind, self.retire_of, self.now_s(), unit=self.unit_s()
+                    self.table,
+                    kind,
+                    self.retire_of,
+                    self.now_s(),
+                    unit=self.unit_s(),
+                    milestones=self.foresight.milestones() or not self.policy.apart,
                 )
             if loser is None:
                 await self._changed.wait()
@@ -311,6 +475,14 @@ class Lanes:
                 raise errors.NoSpace("what is staged needs the tails of the active zones")
             else:
                 await self.finish(loser)
+
+    async def finish_small(self) -> None:
+        """Finish the zones that have less room left than the policy wants, if nothing needs it."""
+        least = self.policy.finish_below * self.table.capacity
+        if least:
+            for zone in self.table.partial(Kind.FINITE):
+                if zone.tail < least and self.spare() >= usable(zone.tail):
+                    await self.finish(zone)
 
     async def finish(self, zone: Zone) -> None:
         """Finish the zone once what is queued for it is written, or has failed."""
@@ -340,6 +512,8 @@ class Lanes:
             if lane.copies or not self.table.resetting():
                 break
             await self._changed.wait()
+        if lane.copies and not (lane.reserve and not self.table.borrowed):
+            raise errors.NoSpace("the tails that copies may take are used up")
         while True:
             zone_or_none = self.table.acquire(Kind.COLLECTION)
             if zone_or_none is not None:

@@ -56,7 +56,7 @@ class MountOptions:
     """What `-o` and the configuration say. `pool` in bytes; `kernel` goes to libfuse as it is."""
 
     commit: lifetimes.Durability = "fsync"
-    policy: str = "retainz"
+    policy: str = "plan"
     pool: int | None = None
     allow_other: bool = False
     streams: tuple[StreamTable, ...] = ()

@@ -44,7 +44,7 @@ def statistics(volume: Volume) -> dict[str, Any]:
         "write_amplification": host / volume.logical if volume.logical else None,
         "logical_bytes": volume.logical,
         "host_bytes": host,
-        "copied_bytes": volume.reclaim.copied,
+        "copied_bytes": volume.copier.copied,
         "journal_bytes": volume.journal.appended,
         "collections": volume.reclaim.collections,
         "commit_rounds": volume.committer.rounds,

@@ -1,8 +1,8 @@
 """Getting zones back: reset what is dead, copy only when nothing else gives space.
 
 A zone is reset when nothing in it lives, nothing is promised or being read, and every record that
-freed its bytes is durable. Collection moves the live bytes of the best victim with the writer's own
-machinery (stage, append, commit), so it needs no crash rules of its own.
+freed its bytes is durable. Collection empties the zone that is ranked first (copying.py moves its
+bytes) and resets it.
 """
 
 from __future__ import annotations
@@ -10,27 +10,26 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager, AsyncExitStack
+from contextlib import AsyncExitStack
 
 import trio
 
 from retainzfs import errors, failpoints, layout
 from retainzfs.committer import Committer
+from retainzfs.copying import Copier, Routes
 from retainzfs.device import Condition, Device
-from retainzfs.lanes import Lane, Lanes, stored, usable
-from retainzfs.layout import BLOCK, INLINE_SUMS_MAX, RUN_BLOCKS_MAX
-from retainzfs.namespace import Extent, Inode, Namespace
-from retainzfs.placement import FINISH_HORIZON
+from retainzfs.lanes import Lanes, stored, usable
+from retainzfs.layout import BLOCK
+from retainzfs.namespace import Namespace
+from retainzfs.placement import collection
 from retainzfs.stream import Stream
 from retainzfs.zones import Kind, State, Zone
 
 log = logging.getLogger(__name__)
 
-SMALL = 8 * BLOCK  # keeps the score of a nearly dead zone finite
 GAIN_LEAST = 4 * BLOCK  # copying a zone for less would run in circles over trailers
 SETTLE = 3  # commits before one gives up, since others go on writing meanwhile
 BATCH = 64  # zones that are reset at once: whoever waits for room shall not wait for thousands
-COPIES = -1000  # lane keys of collection, below those of the kinds
 
 
 class Reclaim:
@@ -41,8 +40,9 @@ class Reclaim:
         stream: Stream,
         namespace: Namespace,
         committer: Committer,
+        copier: Copier,
         now_s: Callable[[], float],
-        kept: Callable[[Inode], AbstractContextManager[None]],
+        rank: collection.Rank,
     ) -> None:
         self.device = device
         self.lanes = lanes
@@ -51,15 +51,15 @@ class Reclaim:
         self.stream = stream
         self.namespace = namespace
         self.committer = committer
+        self.copier = copier
         self.now_s = now_s
-        self.kept = kept  # keeps an inode from being freed
+        self.rank = rank
         self.resets = 0
         self.collections = 0
-        self.copied = 0  # bytes
         # Zone → its resets and live bytes when it could not be emptied: damaged bytes.
         self._stubborn: dict[int, tuple[int, int]] = {}
         self._resetting = trio.Lock()
-        self._collecting = trio.Lock()
+        self.turn = trio.Lock()  # of whoever gains room
         self._draining = False
         self._left: dict[int, int] = {}  # zone → live bytes that draining could not move
 
@@ -128,14 +128,10 @@ class Reclaim:
         First what is dead already, then copying; each step gains something or rules a zone out, so
         this ends. When nothing more is to be gained the tails of other kinds have to do.
         """
-        async with self._collecting:
+        async with self.turn:
             commits = 0
             while not self.lanes.fits(kind, nbytes):
-                if self.table.resettable(self.committer.round):
-                    await self.committer.commit()
-                    if await self.reset_dead():
-                        continue
-                if not self._hopeless(nbytes) and await self._collect_one():
+                if await self.gain(nbytes):
                     continue
                 if self.lanes.holds(nbytes):
                     return
@@ -152,11 +148,21 @@ class Reclaim:
                 await self.committer.commit(list(self.committer.dirty.values()))
                 await self.reset_dead()
 
+    async def gain(self, nbytes: int = 0) -> bool:
+        """Gain some room: from what is dead, or by emptying one zone. False when there is nothing
+        to gain, or too little for so many bytes. The caller holds the turn."""
+        if self.table.resettable(self.committer.round):
+            await self.committer.commit()
+            if await self.reset_dead():
+                return True
+        return not self._hopeless(nbytes) and await self._collect_one()
+
     def _hopeless(self, nbytes: int) -> bool:
         """Whether copying everything that can be copied would still not make room."""
         gains = sum(max(0, self._gain(zone)) for zone in self._candidates())
         waiting = sum(self.stream.staged().values())
-        return self._usable() + gains < waiting + nbytes + self.table.capacity
+        kept = 0 if self.table.borrowed else self.table.capacity
+        return self._usable() + gains < waiting + nbytes + kept
 
     def drainable(self) -> bool:
         """Whether `drain` has something to do and nobody does it."""
@@ -167,13 +173,13 @@ class Reclaim:
         self._draining = True
         try:
             while self._to_drain() is not None:
-                async with self._collecting:  # writers that wait for room have it between two zones
+                async with self.turn:  # writers that wait for room have it between two zones
                     await self._drain_one()
         finally:
             self._draining = False
 
     def _to_drain(self) -> Zone | None:
-        if self.committer.failed is not None:
+        if self.committer.failed is not None or self.table.borrowed:
             return None
         stuck = [z for z in self.table.stuck() if self._left.get(z.index) != z.live_bytes]
         if not stuck:
@@ -186,24 +192,23 @@ class Reclaim:
         zone = self._to_drain()
         if zone is None:
             return False
-        lane = self.lanes.lane(COPIES - zone.kind, zone.kind, copies=True)
         self.lanes.copying = True
         try:
-            moved, _ = await self._move_all(zone, lane)
+            moved, _ = await self.copier.move(zone, self.copier.apart())
             await self.committer.commit(moved)
         finally:
             self.lanes.copying = self.table.lent = False
-        self._adopt(zone.kind)
+        self.copier.adopt(zone.kind)
         self._left[zone.index] = zone.live_bytes
         return True
 
     async def collect(self) -> dict[str, int]:
         """Reclaim now: reset what is dead, drain read-only zones, then copy while that frees
         whole zones."""
-        before = (self.resets, self.copied)
+        resets, copied = self.resets, self.copier.copied
         self.trouble.look_at_all()
         self._left.clear()
-        async with self._collecting:
+        async with self.turn:
             await self.committer.commit()
             await self.reset_dead()
             while await self._drain_one():
@@ -214,20 +219,27 @@ class Reclaim:
                     break
                 if not await self._collect_one():
                     break
-        return {"zones_reset": self.resets - before[0], "copied_bytes": self.copied - before[1]}
+        return {
+            "zones_reset": self.resets - resets,
+            "copied_bytes": self.copier.copied - copied,
+        }
 
     def _victim(self) -> Zone | None:
-        """The zone with the most dead space for the longest time per byte to copy."""
-        now, horizon = self.now_s(), FINISH_HORIZON * self.lanes.unit_s()
+        """The best zone to empty that can be emptied."""
+        victims = [
+            collection.Victim(zone.index, zone.capacity, zone.live_bytes, self._latest(zone))
+            for zone in self._candidates()
+            if self._gain(zone) >= GAIN_LEAST
+        ]
+        unit = self.lanes.unit_s()
+        for victim in collection.ranked(victims, self.now_s(), unit, self.rank):
+            zone = self.table[victim.zone]
+            if self.copier.routes(zone) is not None:
+                return zone
+        return None
 
-        def score(zone: Zone) -> float:
-            retire = max((self.lanes.retire_of(g) for g in zone.live), default=math.inf)
-            span = max(min(retire - now, horizon), self.lanes.unit_s())
-            return (zone.capacity - zone.live_bytes) * span / (zone.live_bytes + SMALL)
-
-        zones = [zone for zone in self._candidates() if self._gain(zone) >= GAIN_LEAST]
-        zones.sort(key=lambda zone: (-score(zone), zone.index))
-        return next((zone for zone in zones if self._has_destination(zone)), None)
+    def _latest(self, zone: Zone) -> float:
+        return max((self.lanes.retire_of(g) for g in zone.live), default=math.inf)
 
     def _candidates(self) -> list[Zone]:
         spare = self.lanes.spare()
@@ -256,14 +268,15 @@ class Reclaim:
                 # Some of what is staged counts on the tail that the copies are about to take.
                 await self.committer.commit(list(self.committer.dirty.values()))
             victim = self._victim()
-            if victim is None:
+            routes = None if victim is None else self.copier.routes(victim)
+            if victim is None or routes is None:
                 return False
-            await self._empty(victim)
+            await self._empty(victim, routes)
         finally:
             self.lanes.copying = self.table.lent = False
         return True
 
-    async def _empty(self, victim: Zone) -> None:
+    async def _empty(self, victim: Zone, routes: Routes) -> None:
         epoch = victim.epoch
         if victim.active:
             # Its own tail is no destination, and the copies may need its slot.
@@ -271,8 +284,7 @@ class Reclaim:
             if victim.epoch != epoch:
                 return  # its last bytes died meanwhile
         kind = victim.kind
-        lane = self.lanes.lane(COPIES - victim.kind, victim.kind, copies=True)
-        moved, stuck = await self._move_all(victim, lane)
+        moved, stuck = await self.copier.move(victim, routes)
         failpoints.reach("relocate-staged")
         self.collections += 1
         if stuck:
@@ -287,7 +299,7 @@ class Reclaim:
             if victim.epoch != epoch or not victim.dead:
                 break
             await self.committer.commit()  # the last of it was freed meanwhile, or is being read
-        self._adopt(kind)
+        self.copier.adopt(kind)
         if victim.epoch == epoch and victim.live_bytes:
             self._stubborn[victim.index] = (epoch, victim.live_bytes)
 
@@ -300,54 +312,3 @@ class Reclaim:
         """Bytes that writers or the next collection can use as they are."""
         totals = self.table.totals
         return totals.free + totals.tail
-
-    def _adopt(self, kind: Kind) -> None:
-        """Let data fill what collection left of its zone, if the ledger has a slot for it."""
-        if kind is Kind.COLLECTION:
-            return
-        for zone in self.table.active(Kind.COLLECTION):
-            if zone.tail and not zone.reserved and self.table.has_slot(kind):
-                self.table.adopt(zone, kind)
-
-    def _has_destination(self, victim: Zone) -> bool:
-        """Whether all copies have a place; else the emergency zone would be lost to some of them.
-
-        Every file may get a run of its own, with a trailer.
-        """
-        runs = self.namespace.runs.get(victim.index, {}).values()
-        files = len({ino for run in runs for ino in run.owners})
-        blocks = victim.live_bytes // BLOCK
-        trailers = min(files, blocks // INLINE_SUMS_MAX) + blocks // RUN_BLOCKS_MAX + 1
-        room = sum(usable(zone.tail) for zone in self.table.active(Kind.COLLECTION))
-        if self.table.empty:
-            room += self.table.capacity // BLOCK
-        return blocks + trailers <= room
-
-    async def _move_all(self, victim: Zone, lane: Lane) -> tuple[list[Inode], bool]:
-        """Return the inodes whose bytes were moved, and whether some bytes had to stay."""
-        moved: dict[int, Inode] = {}
-        stuck = False
-        for run in list(self.namespace.runs.get(victim.index, {}).values()):
-            for ino in list(run.owners):
-                inode = self.namespace.inodes.get(ino)
-                if inode is None or run.failed:
-                    continue
-                if inode.error is not None:
-                    stuck = True
-                    continue
-                with self.kept(inode):
-                    async with self.stream.stage(inode).lock:
-                        for extent in [e for e in inode.extents if e.run is run]:
-                            stuck |= not await self._move(inode, extent, lane)
-                moved[ino] = inode
-        return list(moved.values()), stuck
-
-    async def _move(self, inode: Inode, extent: Extent, lane: Lane) -> bool:
-        """Return False for bytes that cannot be read: they stay, and their file answers EIO."""
-        try:
-            if await self.stream.rewrite(inode, extent, lane):
-                self.copied += extent.blocks * BLOCK
-                self.committer.touch(inode)
-        except errors.Unreadable:
-            return False
-        return True

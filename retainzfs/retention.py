@@ -178,7 +178,7 @@ class Retention(Reaping):
         )
         stream.numbers[number] = generation
         self._of[generation] = stream
-        self._unit = None
+        self.looked_again(stream)
         return generation, [record]
 
     def joined(self, inode: Inode) -> None:
@@ -267,6 +267,7 @@ class Retention(Reaping):
             self.now_s(),
             reaped=generation in self.reaping,
         )
+        self.looked_again(stream)
         if not record.order:
             stream.history.fail(generation)
             return

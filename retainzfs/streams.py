@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import json
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from retainzfs import history
 from retainzfs.history import History
@@ -38,6 +38,15 @@ class State(enum.IntEnum):
         return "complete" if self is State.PRESUMED else self.name.lower()
 
 
+class Outlook(NamedTuple):
+    """What is expected of a stream, without regard to the time. Seconds, inf where not known."""
+
+    last: float  # birth of its newest generation
+    every: float  # cadence
+    lifetime: float  # of what is saved next, until it retires; inf: it has no retirement
+    anchors: bool  # whether some of its generations will be anchors
+
+
 @dataclass(slots=True)
 class Stream:
     ino: int  # of the directory; of a file that is a generation by itself
@@ -45,6 +54,7 @@ class Stream:
     numbers: dict[int, int] = field(default_factory=dict)  # number → generation
     history: History = field(default_factory=History)
     size: int = 0  # of the newest complete generation
+    files: int = 0  # that it has
     stems: dict[bytes, int] = field(default_factory=dict)  # of single files → the last size
     companions: set[bytes] = field(default_factory=set)  # stems of the newest complete generation
     missed: dict[bytes, int] = field(default_factory=dict)  # stem → saves in a row without it
@@ -53,6 +63,7 @@ class Stream:
     sighted: bool = False  # it shows by its deletions alone that it is one
     # Generation → retirement, and why, as they were when its first byte was placed.
     predicted: dict[int, tuple[float, str]] = field(default_factory=dict)
+    outlook: Outlook | None = None  # None: to be looked up again
 
     @property
     def newest(self) -> int | None:

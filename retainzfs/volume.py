@@ -193,11 +193,16 @@ class Volume(Names):
         """Hold the inode's lock, with room for so many bytes to be staged. Raises NoSpace."""
         lock = self.stream.stage(inode).lock
         await self._admit(GROWTH)
+        lane = self.lane(inode)
+        if lane.key > 0:
+            await self.admission.admit(lane, max(1, nbytes - WRITE_SLACK))
         tried = False
         while True:
             await lock.acquire()
-            kind = self.lanes.hint(self.lane(inode)).kind  # a rename may have changed it
-            if self.lanes.fits(kind, nbytes) or (tried and self.lanes.holds(nbytes)):
+            lane = self.lane(inode)  # a rename may have changed it
+            kind = self.lanes.hint(lane).kind
+            placed = tried or lane.planned  # one that is planned has its place
+            if self.lanes.fits(kind, nbytes) or (placed and self.lanes.holds(nbytes)):
                 break
             lock.release()
             await self.reclaim.make_room(kind, nbytes)

@@ -18,7 +18,8 @@ Invariants; `Zone.check` asserts the first two after every change:
 1. live_bytes <= write_pointer + reserved <= capacity, none of them negative.
 2. EMPTY zones hold nothing; FULL, READ_ONLY and OFFLINE zones promise nothing.
 3. Every byte of every data zone is counted once: free, tail, live, dead, pending, stranded or lost.
-4. One empty zone, the emergency zone, is given to nobody but collection.
+4. One empty zone, the emergency zone, is given to nobody but collection, or to a save that borrows
+   it (`borrowed`) until the next reset.
 5. A zone has one kind from acquire to reset, and finite and anchor data never share a kind.
 6. What the table knows beside the zones (totals, indexes) follows from the zones.
 """
@@ -241,6 +242,7 @@ class ZoneTable:
         self._lost: set[int] = set()  # READ_ONLY and OFFLINE
         self.totals = Totals(free=len(self._empty) * capacity)
         self.lent = False  # the emergency zone is in use; what is being collected will replace it
+        self.borrowed = False  # data may have it; what a save deletes when it is done will
         self._uses = 0
 
     def __getitem__(self, index: int) -> Zone:
@@ -285,8 +287,13 @@ class ZoneTable:
     @property
     def empty_available(self) -> int:
         """Empty zones that data may take: all but the emergency zone, if collection has not that
-        one already."""
-        return max(0, len(self._empty) - (0 if self.lent else EMERGENCY_ZONES))
+        one already, and all while it is lent to a save."""
+        return max(0, len(self._empty) - (0 if self.lent or self.borrowed else EMERGENCY_ZONES))
+
+    @property
+    def held_back(self) -> int:
+        """Emergency zones that are there and kept for collection."""
+        return len(self._empty) - self.empty_available if not self.borrowed else 0
 
     def group(self, kind: Kind) -> Kind:
         """The kind whose zones `kind` uses under this device's limits."""
@@ -472,7 +479,7 @@ class ZoneTable:
             zone.state, zone.sealed, zone.kind = State.EMPTY, False, Kind.UNHINTED
             zone.write_pointer = zone.freed_at = zone.tag = 0
             zone.epoch += 1
-        self.lent = False  # the emergency zone is the first to be replaced
+        self.lent = self.borrowed = False  # the emergency zone is the first to be replaced
 
     # Live bytes
 

@@ -48,7 +48,7 @@ def _check_nobody_waits(volume: Volume) -> None:
         assert known or lane.open, f"lane {lane.key} outlived its generation"
     stages = (stream.stage(inode) for inode in volume.namespace.inodes.values())
     locks = [stage.lock for stage in stages] + [*lanes._turns.values(), lanes._lock]
-    locks += [volume.reclaim._collecting, volume.reclaim._resetting]
+    locks += [volume.reclaim.turn, volume.reclaim._resetting]
     assert not any(lock.locked() for lock in locks), "a lock is held"
 
 

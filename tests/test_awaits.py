@@ -18,7 +18,6 @@ from retainzfs.device import Sums
 from retainzfs.device.memory import MemoryDevice
 from retainzfs.errors import DeviceError, FSError
 from retainzfs.layout import BLOCK
-from retainzfs.reclaim import COPIES
 from retainzfs.volume import ROOT, Volume
 from retainzfs.zones import Kind
 from tests.helpers import (
@@ -209,8 +208,7 @@ async def test_a_write_survives_the_copy_that_it_landed_on() -> None:
         await volume.fsync(ino)
         device.volume = volume
         (index,) = zones_of(volume, ino)
-        lane = volume.lanes.lane(COPIES, Kind.UNHINTED, copies=True)
-        await volume.reclaim._move_all(volume.table[index], lane)
+        await volume.copier.move(volume.table[index], volume.copier.apart())
         expected[5000:5100] = b"y" * 100
         await volume.write(ino, 5000, bytes(expected[5000:5100]))
         assert await content(volume, ino) == expected

@@ -90,7 +90,7 @@ class Load:
             if rng.random() < 0.3:
                 await self.volume.collect()
                 continue
-            async with reclaim._collecting:
+            async with reclaim.turn:
                 reclaim._victim = victim  # type: ignore[method-assign]
                 await reclaim._collect_one()
                 reclaim._victim = best  # type: ignore[method-assign]

@@ -474,9 +474,9 @@ async def test_copies_leave_the_tail_of_an_adopted_zone_to_writers() -> None:
             assert tails, "collection left no zone to writers"
             for i in range(24):
                 await volume.unlink(ROOT, b"second-%d" % i)
-            copied = volume.reclaim.copied
+            copied = volume.copier.copied
             await volume.collect()
-            assert volume.reclaim.copied > copied
+            assert volume.copier.copied > copied
             for index, tail in tails.items():
                 zone = volume.table[index]
                 assert zone.tail in (tail, 0, zone.capacity), "it was filled, not just collected"

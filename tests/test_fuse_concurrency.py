@@ -39,7 +39,7 @@ import random
 from retainzfs.reclaim import Reclaim
 
 async def collect(self):
-    async with self._collecting:
+    async with self.turn:
         await self.committer.commit()
         await self.reset_dead()
         for _ in range(4):

@@ -75,7 +75,8 @@ async def test_finishing_waits_for_what_was_promised() -> None:
 @pytest.mark.volume
 async def test_tails_are_filled_without_copies_when_no_zone_is_empty_and_no_slot_free() -> None:
     device = await formatted(small_device(zones=24, max_active=8))
-    async with mounted(device) as volume:
+    # Under policy `plan` a copy may come first, where tails would hold dead bytes up for long.
+    async with mounted(device, policy="retainz") as volume:
         for number in range(64):
             # Lifetimes so far apart that each wants a zone of its own.
             name = b"run%d" % number

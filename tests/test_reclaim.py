@@ -122,7 +122,7 @@ async def test_readers_meet_right_bytes_during_collection() -> None:
                 await volume.collect()
                 nursery.cancel_scope.cancel()
         assert reads > len(kept)
-        assert volume.reclaim.copied > 0
+        assert volume.copier.copied > 0
         await check_quiescent(volume)
 
 

@@ -61,7 +61,7 @@ async def test_a_zone_that_turns_read_only_is_read_and_drained_at_once() -> None
         for ino, data in files.items():
             assert zone not in zones_of(volume, ino)
             assert await content(volume, ino) == data
-        assert volume.reclaim.copied > 0
+        assert volume.copier.copied > 0
     for ino in files:
         async with mounted(device) as volume:
             assert await content(volume, ino) == files[ino]

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple, Protocol
 
+from retainzfs.errors import UsageError
 from retainzfs.placement import Plan, Policy, Request, View
 
 PATIENCE: Final = 8.0  # E of a whole zone, that doing without a missing fresh zone may cost
@@ -103,3 +104,12 @@ class Priced:
 
 
 RULES: Final[dict[str, Callable[[], Rule]]] = {"fixed": Fixed, "common": Common, "priced": Priced}
+PRICING: Final = frozenset({"plan", "plan-ahead", "plan-bare"})  # policies whose plans have a price
+
+
+def rule(name: str, policy: str) -> Rule:
+    """The rule of that name; "" is the usual one of a policy. Raises UsageError for an unknown."""
+    made = RULES.get(name or ("priced" if policy in PRICING else "fixed"))
+    if made is None:
+        raise UsageError(f"no admission rule {name!r}; known: {', '.join(RULES)}")
+    return made()

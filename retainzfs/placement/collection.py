@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final, NamedTuple
 
+from retainzfs.errors import UsageError
 from retainzfs.placement import FINISH_HORIZON, ZoneSummary
 from retainzfs.placement.plan import Market
 
@@ -49,6 +50,13 @@ def greedy(victim: Victim, _now: float, _unit: float) -> float:
 
 
 RANKS: Final[dict[str, Rank]] = {"dead-time": by_dead_time, "greedy": greedy}
+
+
+def ranking(name: str) -> Rank:
+    """The rank of that name. Raises UsageError for an unknown one."""
+    if name not in RANKS:
+        raise UsageError(f"no rank {name!r}; known: {', '.join(RANKS)}")
+    return RANKS[name]
 
 
 def ranked(
