@@ -233,6 +233,11 @@ class Forecast(Membership):
         anchors = bool(policy.anchor or policy.keep_every or self.learned(stream, policy).every)
         return Outlook(last, every, lifetime, anchors)
 
+    def siblings(self, generation: int) -> list[int]:
+        """Return the other generations of a stream."""
+        stream = self._of.get(generation)
+        return [] if stream is None else [g for g in stream.numbers.values() if g != generation]
+
     def due(self, generation: int) -> set[int] | None:
         """Return the generations that this save makes its program delete when it is complete; None
         for a stream of which that is not known: its last deletions were not all in time."""

@@ -64,6 +64,8 @@ class Foresight(Protocol):
 
     def unit_s(self) -> float: ...
 
+    def siblings(self, generation: int) -> list[int]: ...
+
 
 class Lane:
     """`key` is a generation (> 0) or a kind of data without one (-kind)."""
@@ -122,9 +124,9 @@ def stored(nbytes: int) -> int:
 
 
 def of_files(nbytes: int, files: int) -> int:
-    """Return the bytes that so many data bytes take at most that come in so many files, each of
-    which may have a run of its own."""
-    return stored(nbytes) + 2 * files * BLOCK
+    """Return the bytes that so many data bytes take about that come in so many files: each ends in
+    a block that is half full, and has a run of its own."""
+    return stored(nbytes) + (files + files // 2) * BLOCK
 
 
 def usable(tail: int) -> int:
@@ -375,6 +377,7 @@ class Lanes:
         lane.used_s = self.now_s()
         if math.isinf(lane.begun_s):
             lane.begun_s = lane.used_s
+            self._supersede(lane)
         lane.steps, lane.left, lane.zone = deque(plan.steps), 0, None
         lane.retire_s = request.retire
 
@@ -434,6 +437,13 @@ class Lanes:
         lane.steps.clear()
         lane.left = lane.allowance = 0
         self.recall()
+
+    def _supersede(self, lane: Lane) -> None:
+        """A generation begins: whatever became of those before it in its stream, they are over."""
+        for generation in self.foresight.siblings(lane.key):
+            before = self.lanes.get(generation)
+            if before is not None:
+                self.lapse(before)
 
     def recall(self) -> None:
         """A zone that was lent and not taken is the emergency zone again, if nothing needs it."""

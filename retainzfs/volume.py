@@ -161,7 +161,8 @@ class Volume(Names):
         if not view:
             return 0
         with self.kept(inode), self._missed(inode, offset, len(view)):
-            async with self._locked_with_room(inode, len(view) + WRITE_SLACK):
+            more = 0 if offset + len(view) <= layout.INLINE_DATA_MAX else len(view)
+            async with self._locked_with_room(inode, len(view) + WRITE_SLACK, more):
                 inode.mtime_ns = inode.ctime_ns = self.options.wall_ns()
                 if inode.mode & (stat.S_ISUID | stat.S_ISGID) or inode.xattrs:
                     self._drop_privileges(inode)
@@ -189,13 +190,16 @@ class Volume(Names):
             inode.missing.remove(offset, offset + length)
 
     @asynccontextmanager
-    async def _locked_with_room(self, inode: Inode, nbytes: int) -> AsyncIterator[None]:
-        """Hold the inode's lock, with room for so many bytes to be staged. Raises NoSpace."""
+    async def _locked_with_room(
+        self, inode: Inode, nbytes: int, more: int = 0
+    ) -> AsyncIterator[None]:
+        """Hold the inode's lock, with room for so many bytes to be staged; by `more` its generation
+        is going to grow. Raises NoSpace."""
         lock = self.stream.stage(inode).lock
         await self._admit(GROWTH)
         lane = self.lane(inode)
-        if lane.key > 0:
-            await self.admission.admit(lane, max(1, nbytes - WRITE_SLACK))
+        if lane.key > 0 and more:
+            await self.admission.admit(lane, more)
         tried = False
         while True:
             await lock.acquire()

@@ -85,6 +85,7 @@ class Replay:
     async def _prepare(self) -> None:
         kept = await self._directory(ROOT, b"kept", anchor=1)
         for number, size in enumerate(self.workload.anchors):
+            await self._tell(kept, size=size)
             await self._write(kept, b"step-%d.pt" % number, size)
         for number, stream in enumerate(self.workload.streams):
             self.directories[number] = await self._directory(
