@@ -69,9 +69,17 @@ class Admission:
                 return
             if not await self.reclaim.gain(self._rest(lane, hint, nbytes)):
                 break
-        if not self._planned(lane, hint, nbytes, self.rule.last):
+        if not self._planned(lane, hint, nbytes, self._last):
             lane.allowance = self._rest(lane, hint, nbytes)
             lane.planned = False
+
+    def _last(self, policy: Policy, request: Request, view: View, room: Room) -> Plan | None:
+        """The rule's last word. Where no deletion is known that would replace it the emergency zone
+        is not lent, as it would be in a replay: without it, and with no tails, what is deleted here
+        and there could never be collected."""
+        if room.owed is None:
+            room = room._replace(reserve=0)
+        return self.rule.last(policy, request, view, room)
 
     def _planned(self, lane: Lane, hint: Hint, nbytes: int, ask: Ask) -> bool:
         """Let the lane follow the plan that the rule agrees to; False if there is none."""
@@ -107,7 +115,7 @@ class Admission:
         """What is held back, and what would have to be copied for another zone when these
         generations are gone. Looks at all zones, but only when fresh ones may not suffice."""
         reserve = self.table.held_back
-        if due is None:
+        if not due:
             return Room(reserve)
         zones = [
             zone

@@ -69,8 +69,11 @@ class Copier:
         found = [zone for kind in sorted(kinds) for zone in self.table.partial(kind)]
         return [zone for zone in found if zone is not victim and zone.kind is not Kind.COLLECTION]
 
-    def routes(self, victim: Zone, tails: Sequence[Zone] | None = None) -> Routes | None:
-        """How to empty a zone, by default into any tails; None if there is no room for that."""
+    def routes(
+        self, victim: Zone, tails: Sequence[Zone] | None = None, *, fresh: bool = True
+    ) -> Routes | None:
+        """How to empty a zone, by default into any tails; None if there is no room for that.
+        Without `fresh` the zone of copies is not for it."""
         now, unit = self.now_s(), self.lanes.unit_s()
         zones = self.tails(victim) if tails is None else tails
         seen = [_data(summary(zone, self.lanes.retire_of, now, unit)) for zone in zones]
@@ -92,7 +95,7 @@ class Copier:
                 budget -= nbytes // BLOCK + 2
                 left -= nbytes
             rest += left
-        room = self._room() if tails is None else 0
+        room = self._room() if fresh else 0
         reserve = self._blocks(victim, victim.live_bytes) <= room
         if not reserve and rest and self._blocks(victim, rest) > room:
             return None

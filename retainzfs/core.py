@@ -14,6 +14,7 @@ import trio
 from retainzfs import errors, layout, lifetimes, placement, recovery
 from retainzfs.admitting import Admission
 from retainzfs.committer import DATA_INTERVAL_S, Committer
+from retainzfs.compaction import Compaction
 from retainzfs.config import Configured, StreamTable
 from retainzfs.copying import Copier
 from retainzfs.device import Device
@@ -151,8 +152,11 @@ class Core:
             self.lanes,
             self.reclaim,
             self.namespace,
-            admission.rule(options.admission, options.policy),
+            admission.rule(admission.usual(options.admission, options.policy)),
             self.retention.due,
+        )
+        self.compaction = Compaction(
+            self.lanes, self.reclaim, self.now_s, compacts=self.lanes.policy.compacts
         )
         self.scrub = Scrub(device, self.table, self.namespace, nursery, self.reader.tell)
         self.logical = 0  # bytes that programs wrote
@@ -204,8 +208,10 @@ class Core:
             if volume.failed is None:
                 await volume.reclaim.reset_dead()
                 volume._zones_changed()
+            nursery.start_soon(volume.compaction.run)
             yield volume
             volume.scrub.stop()
+            await volume.compaction.end()
             if volume.failed is None:
                 for inode in [i for i in volume.namespace.inodes.values() if not i.nlink]:
                     volume.discard(inode)  # nobody can use it any more

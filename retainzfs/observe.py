@@ -7,6 +7,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from retainzfs.lifetimes import FileClass
+from retainzfs.placement import admission
 from retainzfs.trouble import STATES
 from retainzfs.zones import LOST, Kind, State, Zone
 
@@ -25,6 +26,7 @@ def statistics(volume: Volume) -> dict[str, Any]:
         "target": volume.device.name,
         "uuid": volume.uuid.hex(),
         "policy": volume.options.policy,
+        "admission": admission.usual(volume.options.admission, volume.options.policy),
         "epoch": volume.now_s(),
         "capacity": sum(totals),
         "used": totals.live + totals.pending,
@@ -44,9 +46,12 @@ def statistics(volume: Volume) -> dict[str, Any]:
         "write_amplification": host / volume.logical if volume.logical else None,
         "logical_bytes": volume.logical,
         "host_bytes": host,
-        "copied_bytes": volume.copier.copied,
+        "copied_bytes": volume.copier.copied - volume.reclaim.compacted,
+        "compacted_bytes": volume.reclaim.compacted,
         "journal_bytes": volume.journal.appended,
         "collections": volume.reclaim.collections,
+        "compactions": volume.reclaim.compactions,
+        "borrows": volume.lanes.borrows,
         "commit_rounds": volume.committer.rounds,
         "plans": volume.lanes.plans,
         "decision_us": volume.lanes.decision_us(),
@@ -140,6 +145,8 @@ METRICS = (
     ("logical_bytes_total", "counter", "Bytes that programs wrote", "logical_bytes"),
     ("host_bytes_total", "counter", "Bytes written to the device", "host_bytes"),
     ("copied_bytes_total", "counter", "Bytes moved by collection", "copied_bytes"),
+    ("compacted_bytes_total", "counter", "Bytes moved in idle time", "compacted_bytes"),
+    ("borrows_total", "counter", "Times the emergency zone was lent to a save", "borrows"),
     ("commit_rounds_total", "counter", "Commit rounds", "commit_rounds"),
     ("write_errors_total", "counter", "Writes that the device refused", "write_errors"),
     ("checksum_errors_total", "counter", "Reads that failed their checksum", "checksum_errors"),

@@ -56,6 +56,8 @@ class Reclaim:
         self.rank = rank
         self.resets = 0
         self.collections = 0
+        self.compactions = 0  # zones moved in idle time
+        self.compacted = 0  # bytes of these
         # Zone → its resets and live bytes when it could not be emptied: damaged bytes.
         self._stubborn: dict[int, tuple[int, int]] = {}
         self._resetting = trio.Lock()
@@ -159,7 +161,7 @@ class Reclaim:
 
     def _hopeless(self, nbytes: int) -> bool:
         """Whether copying everything that can be copied would still not make room."""
-        gains = sum(max(0, self._gain(zone)) for zone in self._candidates())
+        gains = sum(max(0, self._gain(zone)) for zone in self.candidates())
         waiting = sum(self.stream.staged().values())
         kept = 0 if self.table.borrowed else self.table.capacity
         return self._usable() + gains < waiting + nbytes + kept
@@ -227,8 +229,8 @@ class Reclaim:
     def _victim(self) -> Zone | None:
         """The best zone to empty that can be emptied."""
         victims = [
-            collection.Victim(zone.index, zone.capacity, zone.live_bytes, self._latest(zone))
-            for zone in self._candidates()
+            collection.Victim(zone.index, zone.capacity, zone.live_bytes, self.latest(zone))
+            for zone in self.candidates()
             if self._gain(zone) >= GAIN_LEAST
         ]
         unit = self.lanes.unit_s()
@@ -238,10 +240,12 @@ class Reclaim:
                 return zone
         return None
 
-    def _latest(self, zone: Zone) -> float:
+    def latest(self, zone: Zone) -> float:
+        """When the last byte in a zone retires."""
         return max((self.lanes.retire_of(g) for g in zone.live), default=math.inf)
 
-    def _candidates(self) -> list[Zone]:
+    def candidates(self) -> list[Zone]:
+        """Zones that could be emptied, whether that gains something or not."""
         spare = self.lanes.spare()
         return [
             zone
@@ -271,12 +275,33 @@ class Reclaim:
             routes = None if victim is None else self.copier.routes(victim)
             if victim is None or routes is None:
                 return False
+            self.collections += 1
             await self._empty(victim, routes)
         finally:
             self.lanes.copying = self.table.lent = False
         return True
 
-    async def _empty(self, victim: Zone, routes: Routes) -> None:
+    async def move(self, victim: Zone, into: Zone | None, stop: Callable[[], bool]) -> bool:
+        """Move a zone whole into the tail of another, or to a fresh zone, though nobody needs the
+        room. False when it could not be done, or `stop` ended it. The caller holds the turn."""
+        self.lanes.copying = True
+        copied = self.copier.copied
+        try:
+            tails = [] if into is None else [into]
+            routes = self.copier.routes(victim, tails, fresh=into is None)
+            if routes is None:
+                return False
+            epoch = victim.epoch
+            await self._empty(victim, routes, stop)
+        finally:
+            self.lanes.copying = self.table.lent = False
+            self.compacted += self.copier.copied - copied
+        self.compactions += victim.epoch != epoch
+        return victim.epoch != epoch
+
+    async def _empty(
+        self, victim: Zone, routes: Routes, stop: Callable[[], bool] = lambda: False
+    ) -> None:
         epoch = victim.epoch
         if victim.active:
             # Its own tail is no destination, and the copies may need its slot.
@@ -284,9 +309,8 @@ class Reclaim:
             if victim.epoch != epoch:
                 return  # its last bytes died meanwhile
         kind = victim.kind
-        moved, stuck = await self.copier.move(victim, routes)
+        moved, stuck = await self.copier.move(victim, routes, stop)
         failpoints.reach("relocate-staged")
-        self.collections += 1
         if stuck:
             log.warning(
                 "zone %d cannot be emptied: bytes in it cannot be read; delete their files",
@@ -300,7 +324,7 @@ class Reclaim:
                 break
             await self.committer.commit()  # the last of it was freed meanwhile, or is being read
         self.copier.adopt(kind)
-        if victim.epoch == epoch and victim.live_bytes:
+        if victim.epoch == epoch and victim.live_bytes and not stop():
             self._stubborn[victim.index] = (epoch, victim.live_bytes)
 
     @staticmethod

@@ -160,7 +160,7 @@ class Volume(Names):
             raise inode.error.with_traceback(None)
         if not view:
             return 0
-        with self.kept(inode), self._missed(inode, offset, len(view)):
+        with self.kept(inode), self._missed(inode, offset, len(view)), self.compaction.paused():
             more = 0 if offset + len(view) <= layout.INLINE_DATA_MAX else len(view)
             async with self._locked_with_room(inode, len(view) + WRITE_SLACK, more):
                 inode.mtime_ns = inode.ctime_ns = self.options.wall_ns()
@@ -265,14 +265,16 @@ class Volume(Names):
             return
         self._check()
         if not self.committer.clean(inode):
-            await self.committer.commit([inode])
+            with self.compaction.paused():
+                await self.committer.commit([inode])
         if inode.error is not None:
             raise inode.error.with_traceback(None)
 
     async def syncfs(self) -> None:
         self._check()
         dirty = list(self.committer.dirty.values())
-        await self.committer.commit(dirty)
+        with self.compaction.paused():
+            await self.committer.commit(dirty)
         for inode in dirty:
             if inode.error is not None:
                 raise inode.error.with_traceback(None)

@@ -368,6 +368,11 @@ class ZoneTable:
         """Whether a zone is dead and being reset."""
         return any(self.zones[index].sealed for index in self._dead)
 
+    @property
+    def worn(self) -> bool:
+        """Whether zones have become READ_ONLY or OFFLINE."""
+        return bool(self._lost)
+
     def stuck(self) -> list[Zone]:
         """READ_ONLY zones in which something lives, by index."""
         lost = (self.zones[index] for index in sorted(self._lost))

@@ -80,7 +80,7 @@ class Load:
         reclaim = self.volume.reclaim
 
         def victim() -> Zone | None:
-            zones = [zone for zone in reclaim._candidates() if reclaim._gain(zone) >= 0]
+            zones = [zone for zone in reclaim.candidates() if reclaim._gain(zone) >= 0]
             return rng.choice(zones) if zones else None
 
         best = reclaim._victim

@@ -227,7 +227,7 @@ async def check_nothing_is_lost(volume: Volume) -> None:
     assert volume.stream.write_errors == 0
     assert volume.lanes.emergencies == 0, "a write that was admitted found no place"
     assert all(inode.error is None for inode in volume.namespace.inodes.values())
-    assert volume.table.empty >= 1, "the emergency zone is in use"
+    assert volume.table.empty or volume.table.borrowed, "the emergency zone is in use"
 
 
 async def check_clean(device: MemoryDevice) -> None:

@@ -46,7 +46,7 @@ async def collect(self):
             await self._collect_one()
     return {}
 
-Reclaim._victim = lambda self: random.choice(self._candidates() or [None])
+Reclaim._victim = lambda self: random.choice(self.candidates() or [None])
 Reclaim.collect = collect
 """
 

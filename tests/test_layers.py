@@ -44,7 +44,7 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
         "generations",
         "copying recovery",
         "reclaim",
-        "admitting",
+        "admitting compaction",
         "core",
         "removal",
         "names",

@@ -107,9 +107,14 @@ RULES: Final[dict[str, Callable[[], Rule]]] = {"fixed": Fixed, "common": Common,
 PRICING: Final = frozenset({"plan", "plan-ahead", "plan-bare"})  # policies whose plans have a price
 
 
-def rule(name: str, policy: str) -> Rule:
-    """The rule of that name; "" is the usual one of a policy. Raises UsageError for an unknown."""
-    made = RULES.get(name or ("priced" if policy in PRICING else "fixed"))
+def usual(name: str, policy: str) -> str:
+    """The rule of that name; "" is the usual one of a policy."""
+    return name or ("priced" if policy in PRICING else "fixed")
+
+
+def rule(name: str) -> Rule:
+    """Raises UsageError for an unknown name."""
+    made = RULES.get(name)
     if made is None:
         raise UsageError(f"no admission rule {name!r}; known: {', '.join(RULES)}")
     return made()
