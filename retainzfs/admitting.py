@@ -15,6 +15,7 @@ from collections.abc import Callable
 from functools import partial
 
 from retainzfs.lanes import Hint, Lane, Lanes, of_files, stored
+from retainzfs.layout import BLOCK
 from retainzfs.namespace import Namespace
 from retainzfs.placement import Plan, Policy, Request, View
 from retainzfs.placement.admission import Room, Rule, fresh
@@ -22,6 +23,7 @@ from retainzfs.reclaim import GAIN_LEAST, Reclaim
 from retainzfs.zones import ACTIVE, Kind, State
 
 HINTED = frozenset({Kind.FINITE, Kind.ANCHOR})
+CUTS = 2  # blocks that a copy takes beside its trailers, where it does not fit a tail exactly
 OVERRUN = 16  # a generation that is larger than expected is taken to be so by this part, at least
 
 Ask = Callable[[Policy, Request, View, Room], Plan | None]
@@ -127,7 +129,10 @@ class Admission:
         ]
         after = [z.live_bytes - sum(n for g, n in z.live.items() if g in due) for z in zones]
         now = [z.live_bytes for z in zones if z.capacity - z.live_bytes - z.tail >= GAIN_LEAST]
-        return Room(reserve, min(after, default=None), min(now, default=self.table.capacity))
+        owed = min(after, default=None)
+        if owed:
+            owed = stored(owed) + CUTS * BLOCK
+        return Room(reserve, owed, min(now, default=self.table.capacity))
 
     # Repaying
 

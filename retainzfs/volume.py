@@ -161,8 +161,8 @@ class Volume(Names):
         if not view:
             return 0
         with self.kept(inode), self._missed(inode, offset, len(view)), self.compaction.paused():
-            more = 0 if offset + len(view) <= layout.INLINE_DATA_MAX else len(view)
-            async with self._locked_with_room(inode, len(view) + WRITE_SLACK, more):
+            end = offset + len(view)
+            async with self._locked_with_room(inode, len(view) + WRITE_SLACK, end):
                 inode.mtime_ns = inode.ctime_ns = self.options.wall_ns()
                 if inode.mode & (stat.S_ISUID | stat.S_ISGID) or inode.xattrs:
                     self._drop_privileges(inode)
@@ -191,33 +191,43 @@ class Volume(Names):
 
     @asynccontextmanager
     async def _locked_with_room(
-        self, inode: Inode, nbytes: int, more: int = 0
+        self, inode: Inode, nbytes: int, end: int = 0
     ) -> AsyncIterator[None]:
-        """Hold the inode's lock, with room for so many bytes to be staged; by `more` its generation
-        is going to grow. Raises NoSpace."""
+        """Hold the inode's lock, with room for so many bytes to be staged, up to byte `end` of the
+        file; 0: it gets no more data. What fits into the inode's record needs no room: the marker
+        that completes a save is not refused because the save has filled the device. Raises NoSpace.
+        """
         lock = self.stream.stage(inode).lock
         await self._admit(GROWTH)
         lane = self.lane(inode)
-        if lane.key > 0 and more:
-            await self.admission.admit(lane, more)
+        if lane.key > 0 and end and not self._is_inline(inode, end):
+            await self.admission.admit(lane, max(1, nbytes - WRITE_SLACK))
         tried = False
         while True:
             await lock.acquire()
             lane = self.lane(inode)  # a rename may have changed it
             kind = self.lanes.hint(lane).kind
+            if end and self._is_inline(inode, end):
+                nbytes = 0
+                break
             placed = tried or lane.planned  # one that is planned has its place
             if self.lanes.fits(kind, nbytes) or (placed and self.lanes.holds(nbytes)):
                 break
             lock.release()
             await self.reclaim.make_room(kind, nbytes)
             tried = True
-        room = stored(nbytes)
+        room = stored(nbytes) if nbytes else 0
         self.lanes.admitted[kind] += room  # staging awaits; nobody else may count on this
         try:
             yield
         finally:
             self.lanes.admitted[kind] -= room
             lock.release()
+
+    @staticmethod
+    def _is_inline(inode: Inode, end: int) -> bool:
+        """Whether a file that is written up to byte `end` is small enough to have no blocks."""
+        return max(end, inode.size) <= layout.INLINE_DATA_MAX and not inode.extents
 
     def _change(self, inode: Inode) -> None:
         """The bytes of a file change; the caller holds its lock."""
