@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import Any
 
 from retainzfs import layout, lifetimes, streams
@@ -221,22 +222,23 @@ class Forecast(Membership):
 
     def _looked_up(self, stream: Stream) -> Outlook:
         inode = self.namespace.inodes.get(stream.ino)
-        records = self.records(stream)
+        known = self.namespace.generations
+        latest = islice(reversed(stream.numbers.values()), LONG)
+        records = [known[generation] for generation in latest if generation in known]
         if inode is None or not inode.is_dir or not records:
             return Outlook(-math.inf, math.inf, math.inf, anchors=False)  # it saves no more
         policy = self.policy_of(inode)
         every = self.cadence_of(stream) or math.inf
         last = max(record.birth for record in records)
-        finite = [record for record in records if math.isfinite(record.retire)]
-        newest = max(finite, key=lambda record: record.generation, default=None)
-        lifetime = newest.retire - newest.birth if newest is not None else math.inf
-        anchors = bool(policy.anchor or policy.keep_every or self.learned(stream, policy).every)
-        return Outlook(last, every, lifetime, anchors)
+        lives = (r.retire - r.birth for r in records if math.isfinite(r.retire))
+        made = any(math.isinf(record.retire) for record in records)
+        anchors = bool(policy.anchor or policy.keep_every or made)
+        return Outlook(last, every, next(lives, math.inf), anchors)
 
-    def siblings(self, generation: int) -> list[int]:
-        """Return the other generations of a stream."""
-        stream = self._of.get(generation)
-        return [] if stream is None else [g for g in stream.numbers.values() if g != generation]
+    def same_stream(self, one: int, other: int) -> bool:
+        """Return whether two generations are of one stream."""
+        stream = self._of.get(one)
+        return stream is not None and stream is self._of.get(other)
 
     def due(self, generation: int) -> set[int] | None:
         """Return the generations that this save makes its program delete when it is complete; None

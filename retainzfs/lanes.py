@@ -64,7 +64,7 @@ class Foresight(Protocol):
 
     def unit_s(self) -> float: ...
 
-    def siblings(self, generation: int) -> list[int]: ...
+    def same_stream(self, one: int, other: int) -> bool: ...
 
 
 class Lane:
@@ -440,10 +440,9 @@ class Lanes:
 
     def _supersede(self, lane: Lane) -> None:
         """A generation begins: whatever became of those before it in its stream, they are over."""
-        for generation in self.foresight.siblings(lane.key):
-            before = self.lanes.get(generation)
-            if before is not None:
-                self.lapse(before)
+        for other in list(self.lanes.values()):
+            if other is not lane and self.foresight.same_stream(lane.key, other.key):
+                self.lapse(other)
 
     def recall(self) -> None:
         """A zone that was lent and not taken is the emergency zone again, if nothing needs it."""

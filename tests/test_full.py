@@ -372,7 +372,7 @@ async def test_tails_that_others_left_open_hold_a_save_of_another_kind(active: i
     shape = Shape(24, active, ZONE)
     device = await shape.device()
     with trio.fail_after(PATIENCE_S):
-        async with mounted(device) as volume:
+        async with mounted(device, policy="retainz") as volume:
             for i in range(12):  # streams that retire too far apart to share a zone
                 run = (await volume.make(ROOT, b"run-%d" % i, DIRECTORY, 0, 0)).ino
                 await volume.setxattr(run, b"user.retainz.keep_last", b"1")

@@ -27,7 +27,7 @@ def test_options_are_read() -> None:
     assert options.pool == 32 << 20
     assert options.allow_other
     assert options.kernel == {"nosuid"}
-    assert options.policy == "retainz"
+    assert options.policy == "plan"
 
 
 @pytest.mark.pure
