@@ -408,7 +408,7 @@ def test_an_option_wins_over_the_file(tmp_path: Path) -> None:
         mounting.parse_options([f"commit=2,config={file}"]),
         mounting.parse_options([f"config=/nonexistent,config={file},commit=2"]),
     ):
-        assert (read.commit, read.pool, read.policy) == (2.0, 32 << 20, "retainz")
+        assert (read.commit, read.pool, read.policy) == (2.0, 32 << 20, "plan")
         assert [table.path for table in read.streams] == ["run"]
 
 
@@ -449,7 +449,7 @@ def test_a_mount_with_a_configuration(fresh: Live) -> None:
     assert "  keep_last = 9, set on /run-7/saves\n" in said
     assert "  cadence = 100 s, from the configuration (run*/saves)\n" in said
     shown = config.parse((fresh.path / ".retainz/config.toml").read_text(), "config.toml")
-    assert shown.mount == MountTable("close", "retainz", 48 << 20, False)
+    assert shown.mount == MountTable("close", "plan", 48 << 20, False)
     assert shown.streams == config.parse(SAVES, "file").streams
 
 
