@@ -11,19 +11,17 @@ expected is asked for again.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from retainzfs.lanes import Hint, Lane, Lanes, of_files, stored
-from retainzfs.layout import BLOCK
 from retainzfs.namespace import Namespace
 from retainzfs.placement import Plan, Policy, Request, View
 from retainzfs.placement.admission import Room, Rule, fresh
-from retainzfs.reclaim import GAIN_LEAST, Reclaim
-from retainzfs.zones import ACTIVE, Kind, State
+from retainzfs.reclaim import Reclaim
+from retainzfs.zones import LOST, Kind, Zone
 
 HINTED = frozenset({Kind.FINITE, Kind.ANCHOR})
-CUTS = 2  # blocks that a copy takes beside its trailers, where it does not fit a tail exactly
 OVERRUN = 16  # a generation that is larger than expected is taken to be so by this part, at least
 
 Ask = Callable[[Policy, Request, View, Room], Plan | None]
@@ -36,7 +34,8 @@ class Admission:
         reclaim: Reclaim,
         namespace: Namespace,
         rule: Rule,
-        due: Callable[[int], set[int] | None],
+        due: Callable[[int], set[int]],
+        members: Mapping[int, set[int]],
     ) -> None:
         self.lanes = lanes
         self.table = lanes.table
@@ -44,8 +43,7 @@ class Admission:
         self.namespace = namespace
         self.rule = rule
         self.due = due
-        self._owing: set[int] = set()  # generations whose deletion replaces the borrowed zone
-        self._repaying = False
+        self.members = members  # generation → inodes
 
     async def admit(self, lane: Lane, nbytes: int) -> None:
         """So many bytes are about to be written: return when their generation has a plan, or none
@@ -79,7 +77,7 @@ class Admission:
         """The rule's last word. Where no deletion is known that would replace it the emergency zone
         is not lent, as it would be in a replay: without it, and with no tails, what is deleted here
         and there could never be collected."""
-        if room.owed is None:
+        if not room.repaid:
             room = room._replace(reserve=0)
         return self.rule.last(policy, request, view, room)
 
@@ -92,14 +90,13 @@ class Admission:
         request = self.lanes.request(lane, hint, size)
         view = self.lanes.view(hint.kind, lane)
         scarce = self.table.held_back and view.empties <= size // self.table.capacity + 1
-        due = self.due(lane.key) if scarce else None
+        due = self.due(lane.key) if scarce else set()
         room = self._room(due)
         plan = self.lanes.decide(partial(ask, self.lanes.policy, request, view, room))
         if plan is None:
             return False
         if fresh(plan) > view.empties:
             self.lanes.lend()
-            self._owing = set(due or ())
         self.lanes.carry_out(lane, request, plan)
         lane.allowance = rest
         lane.planned = True
@@ -113,44 +110,15 @@ class Admission:
         rest = hint.size - lane.taken
         return rest if rest >= nbytes else max(nbytes, hint.size // OVERRUN)
 
-    def _room(self, due: set[int] | None) -> Room:
-        """What is held back, and what would have to be copied for another zone when these
-        generations are gone. Looks at all zones, but only when fresh ones may not suffice."""
+    def _room(self, due: set[int]) -> Room:
+        """What is held back, and whether a zone is emptied when these generations are gone."""
         reserve = self.table.held_back
-        if not due:
-            return Room(reserve)
-        zones = [
-            zone
-            for zone in self.table.zones
-            if zone.kind is Kind.FINITE
-            and zone.live_bytes
-            and not zone.reserved
-            and (zone.state in ACTIVE or zone.state is State.FULL)
-        ]
-        after = [z.live_bytes - sum(n for g, n in z.live.items() if g in due) for z in zones]
-        now = [z.live_bytes for z in zones if z.capacity - z.live_bytes - z.tail >= GAIN_LEAST]
-        owed = min(after, default=None)
-        if owed:
-            owed = stored(owed) + CUTS * BLOCK
-        return Room(reserve, owed, min(now, default=self.table.capacity))
+        members = (ino for g in due for ino in self.members.get(g, ()))
+        extents = (e for ino in members for e in self.namespace.inodes[ino].extents)
+        zones = {e.run.zone for e in extents if e.run.zone >= 0}
+        return Room(reserve, any(self._emptied(self.table[zone], due) for zone in zones))
 
-    # Repaying
-
-    def owes(self) -> bool:
-        """Whether the emergency zone is lent, and what would replace it was deleted in vain."""
-        if not self.table.borrowed or self.table.empty or self._repaying:
-            return False
-        return self._owing.isdisjoint(self.namespace.generations)
-
-    async def repay(self) -> None:
-        """Empty zones until one replaces the zone that was lent."""
-        if not self.owes():
-            return
-        self._repaying = True
-        try:
-            async with self.reclaim.turn:
-                while self.table.borrowed and not self.table.empty:
-                    if not await self.reclaim.gain():
-                        break
-        finally:
-            self._repaying = False
+    @staticmethod
+    def _emptied(zone: Zone, due: set[int]) -> bool:
+        """Whether nothing lives in a zone when these generations are gone, so that it is reset."""
+        return not zone.reserved and zone.state not in LOST and zone.live.keys() <= due

@@ -154,6 +154,7 @@ class Core:
             self.namespace,
             admission.rule(admission.usual(options.admission, options.policy)),
             self.retention.due,
+            self.retention.members,
         )
         self.compaction = Compaction(
             self.lanes, self.reclaim, self.now_s, compacts=self.lanes.policy.compacts
@@ -309,14 +310,8 @@ class Core:
 
     def _now_durable(self) -> None:
         if self.table.resettable(self.committer.durable_round):
-            self.nursery.start_soon(self._reset_dead)
+            self.nursery.start_soon(self.reclaim.reset_dead)
         self._zones_changed()
-
-    async def _reset_dead(self) -> None:
-        await self.reclaim.reset_dead()
-        if self.admission.owes():
-            with suppress(errors.RetainzError):  # the volume has stopped, and has told why
-                await self.admission.repay()
 
     def lost(self, inode: Inode) -> None:
         """Bytes of a file are lost. A round that is under way may say that its generation is

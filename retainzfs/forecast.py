@@ -240,18 +240,18 @@ class Forecast(Membership):
         stream = self._of.get(one)
         return stream is not None and stream is self._of.get(other)
 
-    def due(self, generation: int) -> set[int] | None:
-        """Return the generations that this save makes its program delete when it is complete; None
-        for a stream of which that is not known: its last deletions were not all in time."""
+    def due(self, generation: int) -> set[int]:
+        """Return the generations that this save makes its program delete when it is complete; none
+        of a stream of which that is not known: its last deletions were not all in time."""
         stream = self._of.get(generation)
         inode = self.namespace.inodes.get(stream.ino) if stream is not None else None
         if stream is None or inode is None:
-            return None
+            return set()
         keep = self.policy_of(inode).keep_last
         ended = stream.history.ended[-DELETIONS:]
         late = [e.saves - (keep or e.saves_predicted) > LAG_LEAST for e in ended]
         if not ended or any(late):
-            return None
+            return set()
         known = [r for r in self.counted(stream) if r.generation != generation]
         if keep is None:
             soon = self.now_s() + self.unit_s()
