@@ -14,10 +14,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from retainzfs.lanes import Hint, Lane, Lanes, of_files, stored
+from retainzfs.lanes import Lanes
 from retainzfs.namespace import Namespace
 from retainzfs.placement import Plan, Policy, Request, View
 from retainzfs.placement.admission import Room, Rule, fresh
+from retainzfs.planning import Hint, Lane, of_files, stored
 from retainzfs.reclaim import Reclaim
 from retainzfs.zones import LOST, Kind, Zone
 

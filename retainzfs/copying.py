@@ -16,10 +16,11 @@ from typing import NamedTuple
 
 from retainzfs import errors
 from retainzfs.committer import Committer
-from retainzfs.lanes import DATA_KINDS, Lane, Lanes, usable
+from retainzfs.lanes import Lanes
 from retainzfs.layout import BLOCK, INLINE_SUMS_MAX, RUN_BLOCKS_MAX
 from retainzfs.namespace import Extent, Inode, Namespace
 from retainzfs.placement import Step, collection
+from retainzfs.planning import DATA_KINDS, Lane, usable
 from retainzfs.stream import Stream
 from retainzfs.zones import Kind, Zone, ZoneSummary, summary
 

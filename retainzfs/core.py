@@ -18,10 +18,11 @@ from retainzfs.compaction import Compaction
 from retainzfs.config import Configured, StreamTable
 from retainzfs.copying import Copier
 from retainzfs.device import Device
-from retainzfs.lanes import Lane, Lanes
+from retainzfs.lanes import Lanes
 from retainzfs.layout import BLOCK
 from retainzfs.namespace import Inode, Namespace, Run
 from retainzfs.placement import admission, collection
+from retainzfs.planning import Lane
 from retainzfs.reader import Reader
 from retainzfs.reclaim import Reclaim
 from retainzfs.retention import Retention

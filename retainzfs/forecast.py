@@ -8,11 +8,11 @@ from itertools import islice
 from typing import Any
 
 from retainzfs import layout, lifetimes, streams
-from retainzfs.lanes import Hint, of_files
 from retainzfs.lifetimes.prediction import LAG_LEAST
 from retainzfs.membership import Membership
 from retainzfs.namespace import Inode
 from retainzfs.placement import Arrival
+from retainzfs.planning import Hint, of_files
 from retainzfs.streams import Outlook, State, Stream
 from retainzfs.zones import Kind
 

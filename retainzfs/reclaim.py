@@ -18,10 +18,11 @@ from retainzfs import errors, failpoints, layout
 from retainzfs.committer import Committer
 from retainzfs.copying import Copier, Routes
 from retainzfs.device import Condition, Device
-from retainzfs.lanes import Lanes, stored, usable
+from retainzfs.lanes import Lanes
 from retainzfs.layout import BLOCK
 from retainzfs.namespace import Namespace
 from retainzfs.placement import collection
+from retainzfs.planning import stored, usable
 from retainzfs.stream import Stream
 from retainzfs.zones import Kind, State, Zone
 

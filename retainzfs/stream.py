@@ -21,9 +21,10 @@ import trio
 from retainzfs import errors, layout
 from retainzfs._zio import Slot
 from retainzfs.device import Device, Sums
-from retainzfs.lanes import Lane, Lanes, Place
+from retainzfs.lanes import Lanes, Place
 from retainzfs.layout import BLOCK, INLINE_DATA_MAX, INLINE_SUMS_MAX, RUN_BLOCKS_MAX
 from retainzfs.namespace import Extent, Inode, Namespace, Run
+from retainzfs.planning import Lane
 from retainzfs.reader import Reader
 from retainzfs.zones import Kind
 

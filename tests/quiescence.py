@@ -7,9 +7,9 @@ from operator import add
 
 import trio.testing
 
-from retainzfs.lanes import IN_FLIGHT
 from retainzfs.layout import BLOCK
 from retainzfs.namespace import Run
+from retainzfs.planning import IN_FLIGHT
 from retainzfs.volume import Volume
 from retainzfs.zones import Kind, Totals
 

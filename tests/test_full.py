@@ -18,8 +18,8 @@ from retainzfs.device import Geometry
 from retainzfs.device.memory import MemoryDevice
 from retainzfs.errors import NoSpace
 from retainzfs.journal import METADATA_ZONES_MIN
-from retainzfs.lanes import stored, usable
 from retainzfs.layout import BLOCK
+from retainzfs.planning import stored, usable
 from retainzfs.reclaim import GAIN_LEAST
 from retainzfs.volume import ROOT, Volume
 from retainzfs.zones import Kind

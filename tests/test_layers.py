@@ -33,7 +33,7 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
         "namespace placement journal streams",
         "chronicle",
         "evaluation",
-        "trouble mending backup config",
+        "trouble mending backup config planning",
         "lanes extents consistency contexts",
         "reader scrub",
         "stream membership",
