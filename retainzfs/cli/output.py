@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 from retainzfs.lifetimes import format_size, parse_size
@@ -40,13 +40,14 @@ def rate_argument(text: str) -> int:
 class Progress:
     """Shows how far something is: a line that is redrawn on a terminal, a line at times elsewhere.
 
-    Called with the bytes done and the bytes in all.
+    Called with what is done and what there is in all: bytes, or what `shown` is for.
     """
 
     EVERY = 16 << 30  # bytes between two lines where nobody watches
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, what: str, shown: Callable[[int], str] = format_size) -> None:
         self._what = what
+        self._text = shown
         self._live = sys.stderr.isatty()
         self._shown = 0
 
@@ -55,7 +56,7 @@ class Progress:
         if done - self._shown < step and (done < total or not self._live):
             return
         self._shown = done
-        text = f"{self._what}: {done / total:.0%}, {format_size(done)} of {format_size(total)}"
+        text = f"{self._what}: {done / total:.0%}, {self._text(done)} of {self._text(total)}"
         end = "\r" if self._live and done < total else "\n"
         print(f"{text:60}" if self._live else text, end=end, file=sys.stderr, flush=True)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import math
+import signal
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field, replace
 from statistics import mean
@@ -10,13 +12,16 @@ from typing import Any
 
 from retainzfs import placement
 from retainzfs.errors import UsageError
-from retainzfs.evaluation.simulator import Result, Simulator
-from retainzfs.evaluation.workload import FAMILIES
+from retainzfs.evaluation.simulator import Observer, Result, Simulator
+from retainzfs.evaluation.workload import BLOCK, FAMILIES, Workload
 from retainzfs.placement.admission import RULES
 from retainzfs.placement.collection import RANKS
+from retainzfs.zones import DATA_ACTIVE_LEAST
 
 # The mean and the least and greatest of these are reported.
 FIGURES = tuple(Result.__dataclass_fields__)
+
+ZONE_LEAST = 64 * BLOCK  # padding would be most of a smaller one
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,7 @@ class Setting:
     active: int = 0
     zone_size: int = 0
     rank: str = "dead-time"
+    to_tails: bool = True  # collection may copy into tails
 
     @property
     def rule(self) -> str:
@@ -45,7 +51,11 @@ class Setting:
     @property
     def label(self) -> str:
         """The policy and what is not usual about it."""
-        return " ".join([self.policy, *(f"{key}={value}" for key, value in self.parameters)])
+        return " ".join([self.policy, *(f"{key}={_short(it)}" for key, it in self.parameters)])
+
+
+def _short(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 @dataclass
@@ -61,52 +71,102 @@ class Cell:
     def mean(self, figure: str) -> float:
         return mean(self.values(figure))
 
+    @property
+    def exhausted(self) -> int:
+        """Seeds that ran out of space; their other figures are those up to then."""
+        return sum(result.saves_done < result.saves for result in self.results.values())
+
     def as_json(self) -> dict[str, Any]:
+        """What cannot be said in JSON is null: the write amplification of no save."""
         per_seed = [
-            {"seed": seed, **asdict(result)} for seed, result in sorted(self.results.items())
+            {"seed": seed, **_finite(asdict(result))}
+            for seed, result in sorted(self.results.items())
         ]
-        means = {figure: self.mean(figure) for figure in FIGURES}
         return {
             **asdict(self.setting),
             "admission": self.setting.rule,
-            "mean": means,
+            "parameters": _finite(dict(self.setting.parameters)),
+            "mean": _finite({figure: self.mean(figure) for figure in FIGURES}),
             "seeds": per_seed,
         }
+
+
+def _finite(values: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in values.items()
+    }
+
+
+def workload(setting: Setting, seed: int) -> Workload:
+    """Raises UsageError for a family or a load that does not exist, and for impossible zones."""
+    family = FAMILIES.get(setting.family)
+    if family is None:
+        raise UsageError(f"no family {setting.family!r}; known: {', '.join(FAMILIES)}")
+    if not 0 < setting.load <= 1:
+        raise UsageError(f"a load of {setting.load} is no share of the device; give 0 to 1")
+    active = setting.active or family.active
+    if active < DATA_ACTIVE_LEAST:
+        raise UsageError(f"{active} active zones are too few; data need {DATA_ACTIVE_LEAST}")
+    size = setting.zone_size or family.zone_size
+    if size % BLOCK or size < ZONE_LEAST:
+        raise UsageError(f"zones of {size} bytes: give a multiple of {BLOCK} from {ZONE_LEAST} on")
+    return replace(family, active=active, zone_size=size).make(seed, setting.load)
+
+
+def simulator(setting: Setting, seed: int, observer: Observer | None = None) -> Simulator:
+    """What replays one seed of a setting. Raises UsageError for anything that does not exist."""
+    if setting.rule not in RULES:
+        raise UsageError(f"no admission rule {setting.rule!r}; known: {', '.join(RULES)}")
+    if setting.rank not in RANKS:
+        raise UsageError(f"no rank of victims {setting.rank!r}; known: {', '.join(RANKS)}")
+    return Simulator(
+        workload(setting, seed),
+        placement.policy(setting.policy, **dict(setting.parameters)),
+        RULES[setting.rule](),
+        rank=RANKS[setting.rank],
+        to_tails=setting.to_tails,
+        observer=observer,
+    )
+
+
+def check(settings: Iterable[Setting], seeds: Sequence[int]) -> None:
+    """Raises UsageError if one of these replays is impossible, without carrying it out."""
+    for setting in settings:
+        simulator(setting, seeds[0])
+    for setting in {(s.family, s.load, s.active, s.zone_size): s for s in settings}.values():
+        for seed in seeds[1:]:
+            workload(setting, seed)
 
 
 def replay(setting: Setting, seed: int) -> Result:
     """One replay. All figures but `decision_us` follow from the arguments.
 
-    Raises UsageError for a family, policy, parameter or rule that does not exist.
+    Raises UsageError as `simulator` does, and for a load that leaves no room for the anchors.
     """
-    family = FAMILIES.get(setting.family)
-    if family is None:
-        raise UsageError(f"no family {setting.family!r}; known: {', '.join(FAMILIES)}")
-    if setting.rule not in RULES:
-        raise UsageError(f"no admission rule {setting.rule!r}; known: {', '.join(RULES)}")
-    family = replace(
-        family,
-        active=setting.active or family.active,
-        zone_size=setting.zone_size or family.zone_size,
-    )
-    workload = family.make(seed, setting.load)
-    policy = placement.policy(setting.policy, **dict(setting.parameters))
-    rule = RULES[setting.rule]()
-    return Simulator(workload, policy, rule, rank=RANKS[setting.rank]).run()
+    return simulator(setting, seed).run()
 
 
 def run(
-    settings: Iterable[Setting], seeds: Iterable[int], jobs: int
+    settings: Iterable[Setting], seeds: Sequence[int], jobs: int
 ) -> Iterator[tuple[Setting, int, Result]]:
-    """Yield (setting, seed, result) as they are done."""
-    with ProcessPoolExecutor(jobs) as pool:
-        running = {
-            pool.submit(replay, setting, seed): (setting, seed)
-            for setting in settings
-            for seed in seeds
-        }
+    """Yield (setting, seed, result) as they are done, `jobs` at a time."""
+    asked = [(setting, seed) for setting in settings for seed in seeds]
+    if jobs == 1:
+        for setting, seed in asked:
+            yield setting, seed, replay(setting, seed)
+        return
+    # Who interrupts this process wants it to end, and has no use for the tracebacks of others.
+    pool = ProcessPoolExecutor(jobs, initializer=signal.signal, initargs=_DEAF)
+    try:
+        running = {pool.submit(replay, *one): one for one in asked}
         for done in as_completed(running):
             yield (*running[done], done.result())
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+_DEAF = (signal.SIGINT, signal.SIG_IGN)
 
 
 def cells(found: Iterable[tuple[Setting, int, Result]]) -> Mapping[Setting, Cell]:

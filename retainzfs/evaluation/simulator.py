@@ -10,12 +10,12 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Final, NamedTuple
 
-from retainzfs.errors import NoSpace
+from retainzfs.errors import UsageError
 from retainzfs.evaluation.workload import BLOCK, Delete, Save, Workload
 from retainzfs.placement import (
     Arrival,
@@ -48,6 +48,9 @@ class Costs(NamedTuple):
 
 
 DRIVE: Final = Costs()
+
+# Told of every span of time in which nothing changes: its begin, its end, and the zones.
+Observer = Callable[[float, float, ZoneTable], None]
 
 
 class Move(NamedTuple):
@@ -117,7 +120,8 @@ class Knowledge:
 
 
 class Simulator:
-    """One replay of a workload."""
+    """One replay of a workload. Copies go to tails of their kind first, or, without `to_tails`, to
+    the zone that is held back for them only."""
 
     def __init__(
         self,
@@ -127,9 +131,12 @@ class Simulator:
         *,
         rank: collection.Rank = collection.by_dead_time,
         costs: Costs = DRIVE,
+        to_tails: bool = True,
+        observer: Observer | None = None,
     ) -> None:
         self.workload, self.policy, self.rule = workload, policy, rule
         self.rank, self.costs = rank, costs
+        self.to_tails, self.observer = to_tails, observer
         ledger = workload.active + JOURNAL_ACTIVE + COLLECTION_ACTIVE
         self.table = ZoneTable(workload.capacity, workload.zones, ledger, 0)
         self.capacity = workload.capacity
@@ -153,7 +160,9 @@ class Simulator:
         for number, size in enumerate(self.workload.anchors):
             generation = UNKNOWN - 1 - number
             if not self._place(generation, UNKNOWN, size, math.inf):
-                raise NoSpace("the anchors do not fit")
+                raise UsageError(
+                    f"{self.workload.name}: the load is too high; its anchors do not fit"
+                )
         self._host = self._logical = 0
         self.result.finishes = self.result.resets = self.result.copied_bytes = 0
         self._deciding_ns = 0
@@ -178,6 +187,8 @@ class Simulator:
             totals = self.table.totals
             self._sums[0] += totals.dead * counted
             self._sums[1] += (totals.tail + totals.stranded) * counted
+        if self.observer is not None:
+            self.observer(self.now, until, self.table)
         self.now = until
 
     def _save(self, save: Save) -> bool:
@@ -222,9 +233,9 @@ class Simulator:
         kind = Kind.ANCHOR if anchor else Kind.FINITE
         retire = self.retire_of(generation)
         request = Request(size, retire, size, retire - self.now)
+        self._finish_small()  # once: what collection then leaves would be finished without end
         while True:
             self._adopt()
-            self._finish_small()
             started = time.perf_counter_ns()
             view, room = self._view(kind), self._room(stream)
             plan = self.rule.first(self.policy, request, view, room)
@@ -353,7 +364,8 @@ class Simulator:
     def _tails(self, victim: Zone) -> list[Zone]:
         """Where the pieces of a victim may go: zones of its kind, and what copies have begun."""
         kind = self._kind(victim)
-        zones = [*self.table.partial(kind), *self.table.partial(Kind.COLLECTION)]
+        own = self.table.partial(kind) if self.to_tails else []
+        zones = [*own, *self.table.partial(Kind.COLLECTION)]
         return [z for z in zones if z is not victim and self._kind(z) is kind]
 
     def _kind(self, zone: Zone) -> Kind:
