@@ -49,8 +49,8 @@ class Costs(NamedTuple):
 
 DRIVE: Final = Costs()
 
-# Told of every span of time in which nothing changes: its begin, its end, and the zones.
-Observer = Callable[[float, float, ZoneTable], None]
+# Told before time passes: who is at what, and until when nothing will change.
+Observer = Callable[["Simulator", float], None]
 
 
 class Move(NamedTuple):
@@ -188,7 +188,7 @@ class Simulator:
             self._sums[0] += totals.dead * counted
             self._sums[1] += (totals.tail + totals.stranded) * counted
         if self.observer is not None:
-            self.observer(self.now, until, self.table)
+            self.observer(self, until)
         self.now = until
 
     def _save(self, save: Save) -> bool:
@@ -236,10 +236,10 @@ class Simulator:
         self._finish_small()  # once: what collection then leaves would be finished without end
         while True:
             self._adopt()
-            started = time.perf_counter_ns()
+            started = time.thread_time_ns()
             view, room = self._view(kind), self._room(stream)
             plan = self.rule.first(self.policy, request, view, room)
-            self._deciding_ns += time.perf_counter_ns() - started
+            self._deciding_ns += time.thread_time_ns() - started
             if plan is not None:
                 break
             if self._collect():
