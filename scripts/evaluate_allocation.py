@@ -215,7 +215,6 @@ class Metadata:
 
     snapshot: int  # all metadata, as the journal writes them
     files: int
-    extents: int
     zones: int
 
 
@@ -250,7 +249,6 @@ async def _metadata(seed: int) -> Metadata:
         return Metadata(
             volume.journal.snapshot_size,
             sum(not inode.is_dir for inode in inodes),
-            0,
             count,
         )
 

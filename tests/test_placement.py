@@ -1,10 +1,9 @@
 """Placement: what every plan keeps to, the formulas of `retainz`, and a light paper workload."""
 
 import math
-import random
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from types import FrameType
 from typing import Any
 
@@ -13,6 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from retainzfs.errors import UsageError
+from retainzfs.evaluation.experiment import Setting, replay
+from retainzfs.evaluation.simulator import Result
 from retainzfs.placement import (
     Plan,
     Policy,
@@ -318,140 +319,34 @@ def test_the_cost_of_a_plan_does_not_grow_with_the_device(name: str) -> None:
     assert small == large > 0
 
 
-# A light version of the `paper` workload: the zone table alone, no collection, fixed admission
-
-ZONE = 4 << 20
-DATA_ZONES = 58
-WARM_UP = 20  # epochs
+# The `paper` workload, light: some inputs of each
 
 
-@dataclass
-class Replay:
-    """250 saves of four streams, one an epoch; see `run` for what is measured."""
-
-    rule: Policy
-    seed: int
-    load: float = 0.84
-    depths: tuple[int, ...] = (2, 4, 5, 7)
-    sizes: tuple[float, float] = (0.74, 2.27)  # zone capacities
-    retire: dict[int, float] = field(default_factory=dict)
-    where: dict[int, list[tuple[Zone, int]]] = field(default_factory=dict)
-    logical: int = 0
-    host: int = 0
-    saves: int = 0
-    overhead: list[float] = field(default_factory=list)
-    invalid: list[float] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.random = random.Random(self.seed)
-        # 58 data zones and the emergency zone, 4 for metadata; 6 active for data
-        self.table = ZoneTable(ZONE, DATA_ZONES + 5, 9, 3, range(4))
-        low, high = self.sizes
-        quarter = (high - low) / 4
-        sizes = [(low + quarter * (i + self.random.random())) * ZONE for i in range(4)]
-        depths, offsets = list(self.depths), list(range(4))
-        for column in (sizes, depths, offsets):
-            self.random.shuffle(column)
-        self.streams = dict(zip(offsets, zip(depths, sizes, strict=True), strict=True))
-        anchors = self.load * DATA_ZONES * ZONE - sum(k * n for k, n in self.streams.values())
-        gid = -1
-        while anchors >= BLOCK:
-            size = min(anchors, self.random.uniform(0.74, 2.27) * ZONE)
-            assert self.place(gid, padded(size), math.inf, now=0.0)
-            anchors -= size
-            gid -= 1
-        self.host = 0
-
-    def place(self, gid: int, size: int, retire: float, now: float) -> bool:
-        kind = Kind.ANCHOR if math.isinf(retire) else Kind.FINITE
-        self.retire[gid] = retire
-        reserved = self.table.empty_available - 1  # fixed admission keeps one for collection
-        seen = survey(self.table, kind, self.retire.__getitem__, now, empties=reserved)
-        plan = self.rule.plan(Request(size, retire), seen)
-        for step in plan.steps:
-            if step.finish is not None:
-                self.table.finish(self.table[step.finish])
-            zone = self.fresh(kind, now) if step.zone is None else self.table[step.zone]
-            put(self.table, zone, gid, step.nbytes)
-            self.where.setdefault(gid, []).append((zone, step.nbytes))
-        self.host += size
-        return not plan.unplaced
-
-    def fresh(self, kind: Kind, now: float) -> Zone:
-        zone = self.table.acquire(kind)
-        while zone is None:
-            loser = to_finish(self.table, kind, self.retire.__getitem__, now)
-            assert loser is not None, "nothing is being written, so there is a zone to finish"
-            self.table.finish(loser)
-            zone = self.table.acquire(kind)
-        return zone
-
-    def run(self, saves: int = 250) -> "Replay":
-        """Saves, commits, deletes, resets; then counts the zones that are neither live nor free."""
-        for epoch in range(saves):
-            depth, mean = self.streams[epoch % 4]
-            size = mean * self.random.uniform(0.98, 1.02)
-            parts = [self.random.uniform(0.7, 1.3) for _ in range(8)]
-            shards = [int(size * part / sum(parts)) for part in parts]
-            written = sum(padded(shard) for shard in shards)
-            if not self.place(epoch, written, epoch + 4.0 * depth, float(epoch)):
-                break
-            self.logical += sum(shards)
-            self.host += BLOCK  # the commit's journal block
-            self.saves += 1
-            self.delete(epoch - 4 * depth, epoch)
-            if epoch >= WARM_UP:
-                totals = self.table.totals
-                self.invalid.append(totals.dead / ZONE)
-                self.overhead.append((totals.dead + totals.tail + totals.stranded) / ZONE)
-        return self
-
-    def delete(self, gid: int, at: int) -> None:
-        for zone, nbytes in self.where.pop(gid, []) if gid >= 0 else []:
-            self.table.drop_live(zone, gid, nbytes, at)
-        for zone in self.table.resettable(at):
-            self.table.reset(zone)
+def replays(name: str, family: str = "paper", load: float = 0.84) -> list[Result]:
+    return [replay(Setting(name, family, load), seed) for seed in range(3)]
 
 
-def padded(size: float) -> int:
-    return -(-int(size) // BLOCK) * BLOCK
-
-
-def mean(values: list[float]) -> float:
-    return sum(values) / len(values)
-
-
-def overhead(name: str, **workload: Any) -> float:
-    runs = [Replay(policy(name), seed, **workload).run() for seed in range(3)]
-    return mean([mean(run.overhead) for run in runs])
+def mean(results: list[Result], figure: str = "overhead_zones") -> float:
+    return float(sum(getattr(result, figure) for result in results)) / len(results)
 
 
 def test_paper_workload_at_84_percent() -> None:
-    runs = [Replay(policy("retainz"), seed).run() for seed in range(3)]
-    assert [run.saves for run in runs] == [250] * 3
-    assert all(1.0 < run.host / run.logical < 1.01 for run in runs)
-    found = mean([mean(run.overhead) for run in runs])
-    assert 3.0 < found < 5.5, f"{found:.2f} zones; the design's simulation has 3.95 and 4.73"
-    assert found < 0.85 * overhead("equal-epoch"), "retainz must beat equal-epoch clearly"
+    found = replays("retainz")
+    assert [result.saves_done for result in found] == [250] * 3
+    assert all(1.0 < result.write_amplification < 1.01 for result in found)
+    assert 3.0 < mean(found) < 5.5, "the design's simulation has 3.95 and 4.73"
+    assert mean(found) < 0.85 * mean(replays("equal-epoch")), "retainz must beat it clearly"
+    assert mean(replays("plan")) < 0.6 * mean(found), "plan must beat retainz clearly"
 
 
 def test_ablations_do_what_they_say() -> None:
-    def dead_and_tail(name: str) -> tuple[float, float]:
-        runs = [Replay(policy(name), seed, load=0.7).run() for seed in range(3)]
-        dead = mean([mean(run.invalid) for run in runs])
-        return dead, mean([mean(run.overhead) for run in runs]) - dead
-
-    full, no_tail = dead_and_tail("retainz"), dead_and_tail("no-tail")
-    no_span = dead_and_tail("no-span")
-    assert no_tail[1] > full[1], "without the tail term more stays unused"
-    assert no_span[0] > full[0], "without the span more dead bytes wait"
+    full = replays("retainz", load=0.7)
+    tail, dead = mean(full, "tail_zones"), mean(full, "invalid_zones")
+    assert mean(replays("no-tail", load=0.7), "tail_zones") > tail, "more stays unused"
+    assert mean(replays("no-dbt", load=0.7), "invalid_zones") > dead, "more dead bytes wait"
+    assert mean(replays("no-span", load=0.7), "invalid_zones") > dead, "more dead bytes wait"
 
 
 def test_size_adaptation_pays_for_small_generations() -> None:
-    small: dict[str, Any] = {"load": 0.7, "depths": (6, 8, 10, 12), "sizes": (0.1, 0.5)}
-    assert overhead("retainz", **small) < 0.8 * overhead("no-size-adaptation", **small)
-
-
-def test_replays_repeat_exactly() -> None:
-    first, second = (Replay(policy("retainz"), 5).run(60) for _ in range(2))
-    assert (first.overhead, first.where.keys()) == (second.overhead, second.where.keys())
+    full, without = (replays(name, "small", 0.7) for name in ("retainz", "no-size-adaptation"))
+    assert mean(full) < 0.8 * mean(without)

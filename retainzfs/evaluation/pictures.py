@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -18,7 +17,6 @@ from retainzfs.evaluation.experiment import Cell
 from retainzfs.evaluation.occupancy import Content, Strip, finite, strip
 
 DPI: Final = 110
-INCHES: Final = 6.2  # height of most pictures
 LIGHT: Final = "0.85"
 
 
@@ -30,7 +28,7 @@ class Look(NamedTuple):
 
 # By policy; what is not named here takes the next of OTHERS.
 LOOKS: Final = {
-    "zenfs": Look("#222222", "s", ""),
+    "zenfs": Look("#777777", "s", ""),
     "equal-epoch": Look("#8a5fb5", "^", ".."),
     "retainz": Look("#d1662b", "o", "//"),
     "retainz span=4": Look("#e8a94c", "v", "\\\\"),
@@ -76,12 +74,13 @@ def draw_all(cells: Sequence[Cell], where: Path) -> list[Path]:
         (f"{name_of(c)}, {c.setting.rule}, {c.setting.load:.0%}", c)
         for c in sorted(cells, key=lambda c: c.setting.load)
     ]
-    least = [cell for cell in cells if cell.setting.load == min(c.setting.load for c in cells)]
+    lightest = [c for c in cells if c.setting.load == min(o.setting.load for o in cells)]
+    ends = lightest if len(lightest) < 2 else [lightest[0], lightest[-1]]
     drawings: dict[str, Draw] = {
         "pressure.png": lambda path: pressure(lines, path),
         "split.png": lambda path: split(bars, path),
         "p99.png": lambda path: p99(bars, path),
-        "occupancy.png": lambda path: occupancy(least[:2], path),
+        "occupancy.png": lambda path: occupancy(ends, path),
     }
     for name, draw in drawings.items():
         draw(where / name)
@@ -161,6 +160,7 @@ def split(bars: Sequence[tuple[str, Cell]], path: Path) -> None:
     axis.grid(axis="x", color=LIGHT)
     axis.set_axisbelow(True)
     _legend(figure, axis, columns=2)
+    _starred(figure, [cell for _, cell in bars])
     _save(figure, path)
 
 
@@ -178,16 +178,17 @@ def p99(bars: Sequence[tuple[str, Cell]], path: Path) -> None:
                 place,
                 cell.mean(measure),
                 color=style.colour,
-                edgecolor="white" if style.hatch == "" else "black",
+                edgecolor="black",
                 hatch=style.hatch,
                 xerr=_whiskers([cell], measure),
-                error_kw={"capsize": 2.5, "elinewidth": 0.9, "ecolor": "0.45"},
+                error_kw={"capsize": 2.5, "elinewidth": 0.9},
             )
         axis.set_xlabel(label)
         axis.grid(axis="x", color=LIGHT)
         axis.set_axisbelow(True)
     axes[0].set_yticks(range(len(bars)), [name + _mark(cell) for name, cell in bars])
     axes[0].invert_yaxis()
+    _starred(figure, [cell for _, cell in bars])
     _save(figure, path)
 
 
@@ -211,7 +212,7 @@ def groups(
             edgecolor="black",
             hatch=style.hatch,
             yerr=_whiskers(cells, measure),
-            error_kw={"capsize": 2.5, "elinewidth": 0.9, "ecolor": "0.45"},
+            error_kw={"capsize": 2.5, "elinewidth": 0.9},
             label=name,
         )
         marks = ["*" if cell.exhausted else "" for cell in cells]
@@ -222,6 +223,7 @@ def groups(
     axis.grid(axis="y", color=LIGHT)
     axis.set_axisbelow(True)
     _legend(figure, axis, columns=4)
+    _starred(figure, [cell for cells in found.values() for cell in cells.values()])
     _save(figure, path)
 
 
@@ -249,7 +251,7 @@ _DASHES: Final = ("-", "--", "-.", ":", "-")
 
 # Zones over time
 
-ROWS: Final = 12  # pixels of a zone
+ROWS: Final = 10  # pixels of a zone
 COLUMNS: Final = 8  # pixels of an epoch
 DARKEST: Final = 0.3  # of the colour scale; below it a colour looks like black
 DEAD: Final = (0.0, 0.0, 0.0)
@@ -259,16 +261,16 @@ TAIL: Final = (0.93, 0.42, 0.42)
 
 
 def occupancy(
-    cells: Sequence[Cell], path: Path, window: tuple[int, int] = (120, 200), seed: int | None = None
+    cells: Sequence[Cell], path: Path, window: tuple[int, int] = (130, 190), seed: int | None = None
 ) -> None:
     """What the zones of one input hold, epoch by epoch, a panel for every cell. Zones that hold
     nothing but what never retires are left out."""
-    strips = [(cell, strip(replace(cell.setting), _seed(cell, seed))) for cell in cells]
+    strips = [(cell, strip(cell.setting, _seed(cell, seed))) for cell in cells]
     ends = [end for _, kept in strips for end in kept.ends[-1:]]
     first, last = window if min(ends) >= window[1] else (0, max(2, int(max(ends))))
     shown = [(cell, kept, _moving(kept, first, last)) for cell, kept in strips]
     heights = [max(1, len(zones)) for _, _, zones in shown]
-    figure = _figure(10, 2.4 + 0.13 * sum(heights))
+    figure = _figure(10, 2.4 + 0.11 * sum(heights))
     axes = figure.subplots(len(shown), 1, sharex=True, squeeze=False, height_ratios=heights)
     scale = _scale()
     for axis, (cell, kept, zones) in zip(axes[:, 0], shown, strict=True):
@@ -393,6 +395,13 @@ def _whiskers(cells: Sequence[Cell], measure: str) -> list[list[float]]:
 
 def _mark(cell: Cell) -> str:
     return " *" if cell.exhausted else ""
+
+
+def _starred(figure: Any, cells: Sequence[Cell]) -> None:
+    if any(cell.exhausted for cell in cells):
+        figure.supxlabel(
+            "* a seed ran out of space; the figures are of the time until then", size=8
+        )
 
 
 def _legend(figure: Any, axis: Any, columns: int) -> None:

@@ -92,11 +92,12 @@ class Family:
     active: int = 6
     zone_size: int = 4 * MIB
     model: tuple[int, ...] = ()  # bytes of each shard of every generation, in zones of DRIVE_ZONE
+    inputs: str = ""  # the family whose saves these are, seed by seed, where not its own
     bend: Callable[[Workload, random.Random], Workload] | None = field(default=None, repr=False)
 
     def make(self, seed: int, load: float) -> Workload:
         """The workload of one seed. Raises UsageError for a load that the streams alone exceed."""
-        chance = random.Random(f"{self.name} {seed}")
+        chance = random.Random(f"{self.inputs or self.name} {seed}")
         streams = self._streams(chance)
         events = self._events(streams, chance)
         anchored = sum(save.size for save in events if isinstance(save, Save) and _is_anchor(save))
@@ -224,14 +225,14 @@ FAMILIES: Final[dict[str, Family]] = {
         PAPER,
         Family("mixed", keeps=(3, 4, 4, 6), cadences=(3.0, 4.0, 5.0, 6.0)),
         Family("small", keeps=(6, 8, 10, 12), sizes=(0.1, 0.5)),
-        replace(PAPER, name="grid4", grid=4.0),
-        replace(PAPER, name="grid16", grid=16.0),
-        replace(PAPER, name="late", late=(0.0, 2.0, 4.0, 8.0)),
-        replace(PAPER, name="late-random", late_most=8.0),
+        replace(PAPER, name="grid4", inputs="paper", grid=4.0),
+        replace(PAPER, name="grid16", inputs="paper", grid=16.0),
+        replace(PAPER, name="late", inputs="paper", late=(0.0, 2.0, 4.0, 8.0)),
+        replace(PAPER, name="late-random", inputs="paper", late_most=8.0),
         replace(PAPER, name="jitter", cadence_jitter=2.0),
         replace(PAPER, name="sizes", size_jitter=0.3),
         replace(PAPER, name="poisson", poisson=True),
-        replace(PAPER, name="milestones", milestone_every=5, zones=116),
+        replace(PAPER, name="milestones", milestone_every=5, zones=150),
         _training("smollm2-135m", (2, 4, 5, 7)),
         _training("pythia-1b", (2, 4, 5, 7)),
         _training("llama-70b-64", (2, 3), saves=60),  # each takes 750 zones
