@@ -14,8 +14,9 @@ from retainzfs import placement
 from retainzfs.errors import UsageError
 from retainzfs.evaluation.simulator import Observer, Result, Simulator
 from retainzfs.evaluation.workload import BLOCK, FAMILIES, Workload
-from retainzfs.placement.admission import RULES
-from retainzfs.placement.collection import RANKS
+from retainzfs.placement import Policy
+from retainzfs.placement.admission import RULES, Rule
+from retainzfs.placement.collection import RANKS, Rank
 from retainzfs.zones import DATA_ACTIVE_LEAST
 
 # The mean and the least and greatest of these are reported.
@@ -114,28 +115,31 @@ def workload(setting: Setting, seed: int) -> Workload:
     return replace(family, active=active, zone_size=size).make(seed, setting.load)
 
 
-def simulator(setting: Setting, seed: int, observer: Observer | None = None) -> Simulator:
-    """What replays one seed of a setting. Raises UsageError for anything that does not exist."""
+def ways(setting: Setting) -> tuple[Policy, Rule, Rank]:
+    """Policy, admission and choice of victims. Raises UsageError for what does not exist."""
     if setting.rule not in RULES:
         raise UsageError(f"no admission rule {setting.rule!r}; known: {', '.join(RULES)}")
     if setting.rank not in RANKS:
         raise UsageError(f"no rank of victims {setting.rank!r}; known: {', '.join(RANKS)}")
-    return Simulator(
-        workload(setting, seed),
-        placement.policy(setting.policy, **dict(setting.parameters)),
-        RULES[setting.rule](),
-        rank=RANKS[setting.rank],
-        to_tails=setting.to_tails,
-        observer=observer,
-    )
+    policy = placement.policy(setting.policy, **dict(setting.parameters))
+    return policy, RULES[setting.rule](), RANKS[setting.rank]
+
+
+def simulator(setting: Setting, seed: int, observer: Observer | None = None) -> Simulator:
+    """What replays one seed of a setting. Raises UsageError for anything that does not exist."""
+    policy, rule, rank = ways(setting)
+    saves = workload(setting, seed)
+    return Simulator(saves, policy, rule, rank=rank, to_tails=setting.to_tails, observer=observer)
 
 
 def check(settings: Iterable[Setting], seeds: Sequence[int]) -> None:
     """Raises UsageError if one of these replays is impossible, without carrying it out."""
+    inputs = {}
     for setting in settings:
-        simulator(setting, seeds[0])
-    for setting in {(s.family, s.load, s.active, s.zone_size): s for s in settings}.values():
-        for seed in seeds[1:]:
+        ways(setting)
+        inputs[setting.family, setting.load, setting.active, setting.zone_size] = setting
+    for setting in inputs.values():
+        for seed in seeds:
             workload(setting, seed)
 
 
