@@ -50,6 +50,12 @@ class Experiment:
             for more, (policies, loads) in found.items()
         ]
 
+    @property
+    def differs(self) -> str:
+        """What is added to the commands of the first of a group for this one."""
+        one = self.settings[0]
+        return options(replace(one, admission="", parameters=())) + f" --load {one.load:g}"
+
 
 def options(setting: Setting) -> str:
     """The options of the command for a setting, but for policy and load."""

@@ -332,7 +332,8 @@ def saves(cell: Cell) -> str:
     asked = {result.saves for result in cell.results.values()}
     if not cell.exhausted:
         return str(max(done))
-    return f"{min(done)}-{max(done)} of {max(asked)}"
+    span = str(max(done)) if min(done) == max(done) else f"{min(done)}-{max(done)}"
+    return f"{span} of {max(asked)}"
 
 
 def _as_json(setting: Setting, cell: Cell, given: argparse.Namespace) -> dict[str, Any]:

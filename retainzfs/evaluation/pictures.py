@@ -196,7 +196,7 @@ def groups(
     found: Mapping[str, Mapping[str, Cell]], measure: str, labels: tuple[str, str], path: Path
 ) -> None:
     """Bars in groups, one in each for every policy. `labels`: of the axes."""
-    figure = _figure(8.5, 4.4)
+    figure = _figure(max(8.5, 1.1 * len(found)), 4.4)
     axis = figure.subplots()
     names = list(dict.fromkeys(name for cells in found.values() for name in cells))
     width = 0.8 / len(names)
@@ -234,8 +234,6 @@ def costs(found: Mapping[str, Sequence[tuple[int, float]]], path: Path) -> None:
     for (name, points), marker, line in zip(found.items(), "osD^v", _DASHES, strict=False):
         zones, ms = zip(*points, strict=True)
         axis.loglog(zones, ms, line, marker=marker, ms=7, label=name)
-        for x, y in points:
-            axis.annotate(f"{y:.3g}", (x, y), (0, 7), textcoords="offset points", ha="center")
     ticks = sorted({zones for points in found.values() for zones, _ in points})
     axis.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
     axis.minorticks_off()
