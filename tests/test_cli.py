@@ -22,6 +22,7 @@ from tests.conftest import COMMAND, Live, retainzfs
 
 COMMANDS = (
     *("mkfs", "mount", "umount", "status", "zones", "generations", "hint", "fsck", "gc", "scrub"),
+    "replay",
 )
 
 
