@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from collections import defaultdict
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from retainzfs import fsck, mkfs, placement, volume_replay
+from retainzfs import cli, fsck, mkfs, placement, volume_replay
 from retainzfs.cli.replay_device import of_family, run_on_device
 from retainzfs.device import Geometry, open_target
 from retainzfs.device.memory import MemoryDevice
@@ -203,3 +204,13 @@ def test_replays_on_zones_of_the_kernel() -> None:
     cells = run_on_device(target, [Setting("plan")], [1], make, force=True)
     [cell] = cells.values()
     assert cell.results[1].saves_done == 6
+
+
+def test_the_same_command_replays_through_a_volume(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("--device", "memory:", "--saves", 6, "--zone-size", "256K", "--seeds", 1)
+    code = cli.main(["replay", *(str(argument) for argument in arguments), "--json"])
+    said = capsys.readouterr()
+    assert code == 0
+    (cell,) = json.loads(said.out)
+    assert cell["mean"]["saves_done"] == 6
+    assert "6 of 6 saves" in said.err

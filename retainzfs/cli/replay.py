@@ -1,4 +1,4 @@
-"""replay: run placement policies over a workload, in simulated time."""
+"""replay: run placement policies over a workload, in simulated time or through a volume."""
 
 from __future__ import annotations
 
@@ -13,7 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from retainzfs import placement
+from retainzfs.cli import replay_traces
 from retainzfs.cli.output import Progress, print_json, print_table, size_argument
+from retainzfs.cli.replay_device import (
+    check_without_device,
+    device_options,
+    of_family,
+    run_on_device,
+)
 from retainzfs.errors import UsageError
 from retainzfs.evaluation import experiment, pictures, tables
 from retainzfs.evaluation.experiment import FIGURES, Cell, Setting
@@ -36,16 +43,19 @@ def add_commands(commands: Commands) -> None:
     command = commands.add_parser(
         "replay",
         help="run placement policies over a workload",
-        description="Run placement policies over a synthetic workload in simulated time, and print"
-        " what they cost: mean and [least-greatest] over the seeds. Overhead is the time average of"
-        " dead bytes that are not reset yet (invalid) and of unused room in zones in use (tail), in"
-        " zones. zenfs is shown with the best of its mappings and finish thresholds.",
+        description="Run placement policies over a synthetic workload, in simulated time or with"
+        " --device through a whole volume, and print what they cost: mean and [least-greatest] over"
+        " the seeds. Overhead is the time average of dead bytes that are not reset yet (invalid)"
+        " and of unused room in zones in use (tail), in zones. In simulated time"
+        " zenfs is shown with the best of its mappings and finish thresholds.",
         epilog=f"families: {', '.join(FAMILIES)}. policies: {', '.join(placement.policies())}.",
     )
     workload_options(command)
     policy_options(command)
+    device_options(command)
     output_options(command)
     command.set_defaults(run=_replay)
+    replay_traces.add_commands(command.add_subparsers(title="traces", metavar="ACTION"))
 
 
 # Options, in the groups in which other sources of saves need them
@@ -160,8 +170,13 @@ def _replay(given: argparse.Namespace) -> int:
     if given.zenfs:
         asked = [v for setting in asked for v in tables.variants(replace(setting, policy="zenfs"))]
     check_outputs(given)
-    cells = run(asked, given.seeds, given.jobs)
-    report(asked, tables.answers(asked, cells), given)
+    if given.device is None:
+        check_without_device(given)
+        answers = tables.answers(asked, run(asked, given.seeds, given.jobs))
+    else:
+        make = of_family(given.device, given.saves)
+        answers = run_on_device(given.device, asked, given.seeds, make, force=given.force)
+    report(asked, answers, given)
     return 0
 
 
@@ -246,6 +261,9 @@ def check_outputs(given: argparse.Namespace) -> None:
         raise UsageError(f"--csv {given.csv}: there is no directory {given.csv.parent}")
     if given.pictures is not None:
         pictures.require()
+    for name in ("table", "zenfs", "pictures"):
+        if given.device is not None and getattr(given, name):
+            raise UsageError(f"--{name} is for simulated time; leave out --device")
 
 
 def run(asked: Iterable[Setting], seeds: Sequence[int], jobs: int = 0) -> Mapping[Setting, Cell]:
