@@ -11,6 +11,7 @@ from retainzfs.evaluation.tables import WIDE
 from retainzfs.lifetimes import format_size
 
 ZENFS, EQUAL, RETAINZ, PLAN = (Setting(n) for n in ("zenfs", "equal-epoch", "retainz", "plan"))
+BARE = Setting("plan-bare")
 FEW = (ZENFS, RETAINZ, WIDE, PLAN)
 ZONE_SIZES = (4 << 20, 64 << 20)
 ACTIVE = (4, 6, 14, 30)
@@ -117,7 +118,7 @@ SMALL = Experiment(
     ),
 )
 PRECISION = {
-    name: Experiment(of((ZENFS, EQUAL, RETAINZ, PLAN), family=family, admission="fixed"))
+    name: Experiment(of((ZENFS, EQUAL, RETAINZ, BARE, PLAN), family=family, admission="fixed"))
     for name, family in GRIDS.items()
 }
 ZONES = {
@@ -126,7 +127,7 @@ ZONES = {
 }
 BUDGET = {str(n): Experiment(of(FEW, active=n, admission="common")) for n in ACTIVE}
 ROBUSTNESS = {
-    family: Experiment(of(FEW, family=family, load=load, admission="common"))
+    family: Experiment(of((*FEW, BARE), family=family, load=load, admission="common"))
     for family, load in ROBUST.items()
 }
 

@@ -287,7 +287,7 @@ def precision(page: Page) -> None:
     page.say(
         "From exact hints to the coarsest, `retainz` loses"
         f" {page.change(coarse[2], exact[2], sign=-1)} and `plan`"
-        f" {page.change(coarse[3], exact[3], sign=-1)} (less than nothing: gains). A grid costs"
+        f" {page.change(coarse[-1], exact[-1], sign=-1)} (less than nothing: gains). A grid costs"
         " precision, but it also makes near retirements look equal, and so lets into a zone what"
         " the span would keep out: it works like a wider W. In the paper only the loss shows."
     )

@@ -30,7 +30,7 @@ class Published(NamedTuple):
 
 NOTHING: Final = Published()
 
-# (family, load, admission, policy); the policy as `Setting.label` has it, zenfs without its mapping
+# (family, load, admission, policy); "" for an admission that was not said; the policy as `Setting.label` has it, zenfs without its mapping
 Key = tuple[str, float, str, str]
 
 PAPER: Final[dict[Key, Published]] = {
@@ -89,14 +89,14 @@ DESIGN: Final[dict[Key, Published]] = {
     ("grid4", 0.84, "fixed", "plan-bare"): Published(2.15),
     ("grid16", 0.84, "fixed", "retainz"): Published(4.52),
     ("grid16", 0.84, "fixed", "plan-bare"): Published(3.19),
-    ("small", 0.70, "fixed", "zenfs"): Published(11.1),
-    ("small", 0.70, "fixed", "retainz"): Published(6.34),
-    ("small", 0.70, "fixed", "no-size-adaptation"): Published(10.45),
-    ("small", 0.70, "fixed", "plan-bare"): Published(3.09),
-    ("late", 0.80, "fixed", "retainz"): Published(5.45),
-    ("late", 0.80, "fixed", "plan-bare"): Published(2.51),
-    ("sizes", 0.80, "fixed", "retainz"): Published(4.39),
-    ("sizes", 0.80, "fixed", "plan-bare"): Published(2.34),
-    ("poisson", 0.80, "fixed", "retainz"): Published(5.05),
-    ("poisson", 0.80, "fixed", "plan-bare"): Published(3.17),
+    ("small", 0.70, "", "zenfs"): Published(11.1),
+    ("small", 0.70, "", "retainz"): Published(6.34),
+    ("small", 0.70, "", "no-size-adaptation"): Published(10.45),
+    ("small", 0.70, "", "plan-bare"): Published(3.09),
+    ("late", 0.80, "", "retainz"): Published(5.45),
+    ("late", 0.80, "", "plan-bare"): Published(2.51),
+    ("sizes", 0.80, "", "retainz"): Published(4.39),
+    ("sizes", 0.80, "", "plan-bare"): Published(2.34),
+    ("poisson", 0.80, "", "retainz"): Published(5.05),
+    ("poisson", 0.80, "", "plan-bare"): Published(3.17),
 }

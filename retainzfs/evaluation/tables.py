@@ -73,7 +73,8 @@ def published(asked: Setting, where: Mapping[Key, Published]) -> Published:
     if (asked.active, asked.zone_size, asked.rank, asked.to_tails) != (0, 0, "dead-time", True):
         return NOTHING
     name = "zenfs" if asked.policy == "zenfs" else asked.label
-    return where.get((asked.family, asked.load, asked.rule, name), NOTHING)
+    exact = where.get((asked.family, asked.load, asked.rule, name))
+    return exact or where.get((asked.family, asked.load, "", name), NOTHING)
 
 
 def paper(asked: Setting) -> Published:
