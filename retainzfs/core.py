@@ -22,6 +22,7 @@ from retainzfs.lanes import Lanes
 from retainzfs.layout import BLOCK
 from retainzfs.namespace import Inode, Namespace, Run
 from retainzfs.placement import admission, collection
+from retainzfs.placement.admission import Rule
 from retainzfs.planning import Lane
 from retainzfs.reader import Reader
 from retainzfs.reclaim import Reclaim
@@ -40,7 +41,10 @@ RESERVE = 1.0  # longer names and policies, which a full filesystem still takes
 
 @dataclass(frozen=True)
 class Options:
-    """How a volume is mounted. `commit`: close, fsync, or the seconds between commits."""
+    """How a volume is mounted. `commit`: close, fsync, or the seconds between commits.
+
+    Raises UsageError for a policy, a rule or a rank that there is not.
+    """
 
     commit: lifetimes.Durability = "fsync"
     policy: str = "plan"
@@ -50,6 +54,15 @@ class Options:
     streams: tuple[StreamTable, ...] = ()  # of the configuration
     wall_ns: Callable[[], int] = time.time_ns
     monotonic_s: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        placement.policy(self.policy)
+        self.rule()
+        collection.ranking(self.rank)
+
+    def rule(self) -> Rule:
+        """The rule by which saves are admitted."""
+        return admission.rule(admission.usual(self.admission, self.policy))
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +166,7 @@ class Core:
             self.lanes,
             self.reclaim,
             self.namespace,
-            admission.rule(admission.usual(options.admission, options.policy)),
+            options.rule(),
             self.retention.due,
             self.retention.members,
         )

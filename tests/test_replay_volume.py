@@ -181,7 +181,7 @@ def test_a_command_replays_what_it_is_asked(tmp_path: Path) -> None:
     ("setting", "said"),
     [
         (Setting("plan", parameters=(("patience", 1.0),)), "--set is for simulated"),
-        (Setting("plan", rank="age"), "--rank age"),
+        (Setting("plan", rank="age"), "no rank 'age'"),
         (Setting("plan", family="none"), "no family 'none'"),
         (Setting("none"), "no placement policy 'none'"),
     ],
