@@ -12,6 +12,7 @@ from retainzfs._zio import Slot
 from retainzfs.device import BLOCK, Device, Geometry, create_target, open_target
 from retainzfs.device.emulated import EmulatedDevice
 from retainzfs.device.memory import MemoryDevice
+from retainzfs.device.pattern import Pattern, PatternDevice
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -73,6 +74,23 @@ class Emulated:
         return await reopened(device)
 
 
+class Patterned:
+    """Of the bytes that these tests write none follows its pattern; those of
+    tests/test_device_pattern.py do."""
+
+    name = "pattern"
+
+    async def create(self, directory: Path, geometry: Geometry = GEOMETRY) -> Device:
+        device = PatternDevice(geometry, Pattern(1), str(directory / "device"))
+        await device.start()
+        return device
+
+    async def reopen(self, device: Device) -> Device:
+        await device.aclose()
+        await device.start()
+        return device
+
+
 class Kernel:
     """A zoned block device of the machine that has these zones: what it holds is lost."""
 
@@ -109,7 +127,7 @@ def zoned_target(geometry: Geometry | None = None) -> str:
     raise AssertionError(f"none of {' '.join(targets)} has {geometry}")
 
 
-EMULATIONS: list[Backend] = [Memory(), Emulated()]
+EMULATIONS: list[Backend] = [Memory(), Emulated(), Patterned()]
 
 
 def random_blocks(count: int) -> memoryview:
