@@ -1,0 +1,81 @@
+"""The run of `scripts/capacity`, a thousandth as large: what it does, and that it would notice."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+
+import pytest
+from capacity_run import Difference, Result, Run, Saver, main, parse, replayed, report
+from capacity_shards import PARAMETERS, node
+
+from tests.simulation import deterministic
+
+pytestmark = pytest.mark.volume
+
+SAVES = 40  # from the 28th on every job has all that it keeps
+SHRINK = "2048"
+
+
+def arguments(*more: str) -> argparse.Namespace:
+    return parse(["--shrink", SHRINK, "--saves", str(SAVES), *more])
+
+
+@pytest.fixture(scope="module")
+def result() -> Result:
+    return replayed(arguments("--policy", "plan"))
+
+
+def test_the_shards_are_those_of_the_published_model() -> None:
+    assert PARAMETERS == 1_011_781_632
+    first, second = list(node(0)), list(node(1))
+    weights = [shard for shard in first if shard.name.startswith("layer")]
+    states = [shard for shard in first if shard.name.startswith("zero")]
+    assert len(weights) == 19
+    assert sum(shard.size for shard in weights) == pytest.approx(2 * PARAMETERS, rel=1e-4)
+    assert sum(shard.size for shard in states) == pytest.approx(12 * PARAMETERS / 8, rel=1e-4)
+    assert [shard.size for shard in second] == [shard.size for shard in states]
+    assert {shard.name for shard in second}.isdisjoint(shard.name for shard in first)
+
+
+def test_all_saves_are_done_and_all_that_is_retained_is_read_twice(result: Result) -> None:
+    assert (result.saves, result.exhausted) == (SAVES, "")
+    assert result.lost > 0
+    assert result.verified > result.retained > 0
+    # Padding and trailers, which count in the load, are a large part of files that are so small.
+    assert result.retained == pytest.approx(0.84 * 59 * (1 << 30) / int(SHRINK), rel=0.2)
+    assert result.overhead_zones > 0
+
+
+def test_the_figures_follow_from_the_arguments(result: Result) -> None:
+    again = replayed(arguments("--policy", "plan"))
+    measured = dict.fromkeys(("seconds", "verify_seconds", "memory"), 0.0)
+    assert asdict(again) | measured == asdict(result) | measured
+
+
+def test_a_run_without_enough_space_says_so_and_verifies_the_rest() -> None:
+    run = Run(arguments())
+    run.anchored = run.room * 3 // 4  # the jobs need more than the rest
+    found = deterministic(1, run.run)
+    assert found.exhausted.startswith("job")
+    assert found.saves < SAVES
+    assert found.verified > found.retained > run.anchored * 9 // 10
+    assert "then no space" in report(found)
+
+
+def test_a_file_that_is_another_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    save = Saver.save
+
+    async def wrong(self: Saver, number: int, run: Run) -> None:
+        await save(self, number, run)
+        name, size, key = self.files[number][0]
+        self.files[number][0] = (name, size, key + 1)
+
+    monkeypatch.setattr(Saver, "save", wrong)
+    with pytest.RaisesGroup(Difference, allow_unwrapped=True, flatten_subgroups=True):
+        deterministic(1, Run(arguments()).run)
+
+
+def test_a_load_below_what_the_jobs_keep_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--shrink", SHRINK, "--load", "0.1"]) == 2
+    assert "a load of 0.1 is below the 0." in capsys.readouterr().err
