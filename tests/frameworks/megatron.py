@@ -58,9 +58,9 @@ class OnCPU(TorchFunctionMode):
 
 
 class Model(MegatronModule):
-    def __init__(self) -> None:
+    def __init__(self, training: models.Training) -> None:
         super().__init__(TransformerConfig(num_layers=1, hidden_size=64, num_attention_heads=1))
-        self.layers, _ = models.new()
+        self.layers, _ = training.new()
 
     def forward(self, inputs: Tensor) -> Tensor:
         outputs: Tensor = self.layers(inputs)
@@ -117,8 +117,21 @@ class Optimizer(torch.optim.AdamW):
         super().load_state_dict(state)
 
 
+class Tracker:
+    """The generators of a GPU, of which a CPU has none; load_checkpoint wants one at least."""
+
+    def __init__(self) -> None:
+        self.states = {"model-parallel-rng": torch.zeros(16, dtype=torch.uint8)}
+
+    def get_states(self) -> dict[str, Tensor]:
+        return self.states
+
+    def set_states(self, states: dict[str, Tensor]) -> None:
+        self.states = states
+
+
 class Program:
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, training: models.Training = models) -> None:
         if models.join():
             mpu.initialize_model_parallel(1, 1)
             initialize_rerun_state_machine()
@@ -133,8 +146,6 @@ class Program:
                 save_retain_interval=MILESTONES,
                 ckpt_format=form,
                 use_dist_ckpt=form != "torch",
-                no_save_rng=True,
-                no_load_rng=True,
                 tensor_model_parallel_size=1,
                 pipeline_model_parallel_size=1,
                 world_size=1,
@@ -145,7 +156,8 @@ class Program:
                 skipped_train_samples=0,
             )
         )
-        self.model = Model()
+        self.training = training
+        self.model = Model(training)
         self.optimizer = Optimizer(self.model.parameters(), lr=1e-3)
         self.done = 0
 
@@ -153,22 +165,35 @@ class Program:
         loss = 0.0
         for step in range(self.done + 1, self.job.last + 1):
             self.job.before(step)
-            loss = models.step(self.model, self.optimizer, step)
-            if step % STEPS == 0:
-                checkpointing.save_checkpoint(step, [self.model], self.optimizer, Schedule(), 0)
-                settle()
+            loss = self.step(step)
+            self.save(step)
         return models.outcome(loss, self.model.layers)
 
-    def load(self) -> None:
+    def step(self, number: int) -> float:
+        return self.training.step(self.model, self.optimizer, number)
+
+    def save(self, step: int) -> None:
+        """Save where a save is due, and return when what is kept no longer is deleted."""
+        if step % STEPS == 0:
+            checkpointing.save_checkpoint(step, [self.model], self.optimizer, Schedule(), 0)
+            settle()
+
+    def load(self) -> int:
+        """Return the step that was loaded."""
         self.done, _ = checkpointing.load_checkpoint([self.model], self.optimizer, Schedule())
+        return int(self.done)
 
 
 @contextmanager
 def without_gpu() -> Iterator[None]:
+    parallel = checkpointing.tensor_parallel
     with (
         patch.object(torch.cuda, "synchronize"),
         patch.object(torch.cuda, "current_device", return_value="cpu"),
-        patch.object(checkpointing, "get_rng_state", return_value=None),
+        patch.object(torch.cuda, "get_rng_state", return_value=torch.zeros(16, dtype=torch.uint8)),
+        patch.object(torch.cuda, "set_rng_state"),
+        patch.object(parallel, "get_cuda_rng_tracker", return_value=Tracker()),
+        patch.object(parallel, "convert_cuda_rng_state", lambda state, to_graphable: state),
         OnCPU(),
     ):
         yield

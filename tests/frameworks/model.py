@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,16 @@ from torch import Tensor, nn
 from tests.frameworks.job import Outcome
 
 WIDTH = 256
+
+
+class Training(Protocol):
+    """What a program trains; this module is one."""
+
+    def new(self) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """Return a model and its optimizer, the same every time."""
+
+    def step(self, model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> float:
+        """Train one step and return the loss."""
 
 
 def join() -> bool:

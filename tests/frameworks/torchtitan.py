@@ -46,6 +46,16 @@ class Progress:
         self.step = int(state["step"])
 
 
+class Generator:
+    """The state of torch's own generator of random numbers."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"cpu": torch.get_rng_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        torch.set_rng_state(state["cpu"])
+
+
 class Nothing:
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -55,11 +65,12 @@ class Nothing:
 
 
 class Program:
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, training: models.Training = models) -> None:
         logging.disable()
         models.join()
         self.job = job
-        self.model, self.optimizer = models.new()
+        self.training = training
+        self.model, self.optimizer = training.new()
         self.progress = Progress()
         config = dcp.CheckpointManager.Config(
             enable=True,
@@ -76,7 +87,7 @@ class Program:
                 model_parts=[self.model],
                 optimizers=Optimizers(self.model, self.optimizer),
                 lr_schedulers=Nothing(),
-                states={"train_state": self.progress},
+                states={"train_state": self.progress, "generator": Generator()},
                 sd_adapter=None,
                 base_folder=str(job.directory),
             )
@@ -91,17 +102,29 @@ class Program:
     def run(self) -> Outcome:
         loss = 0.0
         for step in range(self.progress.step + 1, self.job.last + 1):
-            self.progress.step = step
             self.job.before(step)
-            loss = models.step(self.model, self.optimizer, step)
+            loss = self.step(step)
             self.save(step)
-            self.settle()
         self.manager.close()
         return models.outcome(loss, self.model)
 
+    def step(self, number: int) -> float:
+        self.progress.step = number
+        return self.training.step(self.model, self.optimizer, number)
+
+    def load(self) -> int:
+        """Return the step that was loaded."""
+        assert self.manager.load()
+        return self.progress.step
+
     def save(self, step: int) -> None:
-        """Save. When that is asynchronous, a thread makes the new directory while the manager looks
-        for what to delete; here the manager is always first, as with a large model."""
+        """Save where a save is due, and return when what is kept no longer is deleted."""
+        self._save(step)
+        self.settle()
+
+    def _save(self, step: int) -> None:
+        """When it is asynchronous, a thread makes the new directory while the manager looks for
+        what to delete; here the manager is always first, as with a large model."""
         if not self.job.variant:
             self.manager.save(step)
             return
@@ -128,5 +151,5 @@ def train(job: Job) -> Outcome:
 
 def resume(job: Job) -> Outcome:
     program = Program(job)
-    assert program.manager.load()
+    program.load()
     return program.run()
