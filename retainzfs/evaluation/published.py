@@ -30,7 +30,8 @@ class Published(NamedTuple):
 
 NOTHING: Final = Published()
 
-# (family, load, admission, policy); "" for an admission that was not said; the policy as `Setting.label` has it, zenfs without its mapping
+# (family, load, admission, policy): "" for an admission that was not said; the policy as
+# `Setting.label` has it, zenfs without its mapping.
 Key = tuple[str, float, str, str]
 
 PAPER: Final[dict[Key, Published]] = {
