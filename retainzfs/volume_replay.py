@@ -23,7 +23,7 @@ import trio
 
 from retainzfs import mkfs, placement
 from retainzfs.errors import NoSpace, RetainzError, UsageError
-from retainzfs.evaluation.simulator import Result, percentile
+from retainzfs.evaluation.measures import Result, percentile
 from retainzfs.evaluation.workload import Delete, Save, Workload
 from retainzfs.replay_target import Part, prepared
 from retainzfs.volume import ROOT, Options, Volume

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,7 +26,7 @@ from retainzfs.device.memory import MemoryDevice
 from retainzfs.evaluation.simulator import Simulator
 from retainzfs.evaluation.workload import PAPER, Save, Workload
 from retainzfs.journal import METADATA_ZONES_MIN
-from retainzfs.placement import Plan, Step, View
+from retainzfs.placement import Step, View
 from retainzfs.placement.admission import RULES
 from retainzfs.volume import ROOT, Options, Volume
 from retainzfs.zones import EMERGENCY_ZONES, Kind, Zone, ZoneSummary, ZoneTable
@@ -62,14 +63,16 @@ class Cached(Simulator):
 
     def _save(self, save: Save) -> bool:
         self.resident = False
+        self.steps.append([])
         return super()._save(save)
 
-    def _carry_out(self, plan: Plan, kind: Kind, generation: int) -> None:
-        begun = time.thread_time_ns()
-        super()._carry_out(plan, kind, generation)
+    def _carry_out(self, steps: deque[Step], kind: Kind, generation: int, size: int) -> int:
+        begun, step = time.thread_time_ns(), steps[0]
+        written = super()._carry_out(steps, kind, generation, size)
         if not self.resident:
             self.keeping_ns += time.thread_time_ns() - begun
-            self.steps.append(plan.steps)
+            self.steps[-1].append(step)
+        return written
 
     def _delete(self, generation: int) -> None:
         begun = time.thread_time_ns()

@@ -21,8 +21,8 @@ from evaluate_experiments import Experiment
 from retainzfs.cli import replay as command
 from retainzfs.evaluation import pictures, tables
 from retainzfs.evaluation.experiment import Cell, Setting
+from retainzfs.evaluation.measures import DRIVE
 from retainzfs.evaluation.published import PAPER
-from retainzfs.evaluation.simulator import DRIVE
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 SEEDS = 8

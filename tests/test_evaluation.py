@@ -18,8 +18,9 @@ from retainzfs import cli, placement
 from retainzfs.errors import UsageError
 from retainzfs.evaluation import pictures, published, tables
 from retainzfs.evaluation.experiment import FIGURES, Cell, Setting, replay, simulator
+from retainzfs.evaluation.measures import Result
 from retainzfs.evaluation.occupancy import Strip, strip
-from retainzfs.evaluation.simulator import Result, Simulator
+from retainzfs.evaluation.simulator import Simulator
 from retainzfs.evaluation.workload import BLOCK, FAMILIES, Delete, Save, Workload
 from retainzfs.placement.collection import RANKS
 

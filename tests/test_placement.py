@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from retainzfs.errors import UsageError
 from retainzfs.evaluation.experiment import Setting, replay
-from retainzfs.evaluation.simulator import Result
+from retainzfs.evaluation.measures import Result
 from retainzfs.placement import (
     Plan,
     Policy,

@@ -24,7 +24,7 @@ from retainzfs.cli.replay_device import (
 from retainzfs.errors import UsageError
 from retainzfs.evaluation import experiment, pictures, tables
 from retainzfs.evaluation.experiment import FIGURES, Cell, Setting
-from retainzfs.evaluation.simulator import Result
+from retainzfs.evaluation.measures import Result
 from retainzfs.evaluation.workload import FAMILIES
 from retainzfs.placement.admission import RULES
 from retainzfs.placement.collection import RANKS

@@ -12,8 +12,10 @@ from typing import Any
 
 from retainzfs import placement
 from retainzfs.errors import UsageError
-from retainzfs.evaluation.simulator import Observer, Result, Simulator
-from retainzfs.evaluation.workload import BLOCK, FAMILIES, Workload
+from retainzfs.evaluation import disturbance
+from retainzfs.evaluation.measures import Result
+from retainzfs.evaluation.simulator import Observer, Simulator
+from retainzfs.evaluation.workload import BLOCK, Workload
 from retainzfs.placement import Policy
 from retainzfs.placement.admission import RULES, Rule
 from retainzfs.placement.collection import RANKS, Rank
@@ -101,9 +103,7 @@ def _finite(values: dict[str, Any]) -> dict[str, Any]:
 
 def workload(setting: Setting, seed: int) -> Workload:
     """Raises UsageError for a family or a load that does not exist, and for impossible zones."""
-    family = FAMILIES.get(setting.family)
-    if family is None:
-        raise UsageError(f"no family {setting.family!r}; known: {', '.join(FAMILIES)}")
+    family = disturbance.family(setting.family)
     if not 0 < setting.load <= 1:
         raise UsageError(f"a load of {setting.load} is no share of the device; give 0 to 1")
     active = setting.active or family.active

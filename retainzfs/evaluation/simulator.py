@@ -9,45 +9,34 @@ from __future__ import annotations
 
 import math
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
-from statistics import median
+from dataclasses import replace
 from typing import Final, NamedTuple
 
 from retainzfs.errors import UsageError
+from retainzfs.evaluation.knowledge import Knowledge
+from retainzfs.evaluation.measures import DRIVE, Costs, Result, percentile
 from retainzfs.evaluation.workload import BLOCK, Delete, Save, Workload
 from retainzfs.placement import (
     Arrival,
     Plan,
     Policy,
     Request,
+    Step,
     View,
     ZoneSummary,
     collection,
     survey,
     to_finish,
 )
-from retainzfs.placement.admission import Room, Rule, fresh
+from retainzfs.placement.admission import Room, Rule, anywhere, fresh
 from retainzfs.placement.plan import TAIL_WORTH, Market
 from retainzfs.zones import COLLECTION_ACTIVE, JOURNAL_ACTIVE, Kind, Zone, ZoneTable
 
 GAIN_LEAST: Final = 4 * BLOCK  # copying a zone for less would run in circles
-LATENESS: Final = 8  # deletions of a stream from which its lag is learned
 UNKNOWN: Final = -1  # generation of no stream
 
-
-class Costs(NamedTuple):
-    """A device model, in milliseconds: a mid-range zoned drive, writes of a few commands deep."""
-
-    write: float = 1000 / (1000 << 20)  # for each byte
-    read: float = 1000 / (2000 << 20)
-    finish: float = 2.0  # for each command
-    reset: float = 3.0
-    commit: float = 0.2  # a journal block and a flush
-
-
-DRIVE: Final = Costs()
 
 # Told before time passes: who is at what, and until when nothing will change.
 Observer = Callable[["Simulator", float], None]
@@ -57,66 +46,6 @@ class Move(NamedTuple):
     generation: int
     into: int | None  # zone; None: a fresh one
     nbytes: int
-
-
-@dataclass
-class Result:
-    """What one replay measured. Zones are zone capacities, times are those of `Costs`."""
-
-    saves: int = 0
-    saves_done: int = 0
-    overhead_zones: float = 0.0
-    invalid_zones: float = 0.0
-    tail_zones: float = 0.0
-    write_amplification: float = 0.0
-    copied_bytes: int = 0
-    p99_zones: float = 0.0
-    p99_ms: float = 0.0
-    decision_us: float = 0.0
-    resets: int = 0
-    finishes: int = 0
-    borrowed: int = 0
-    stranded_bytes: int = 0  # written by the device's own finish, if it pads
-
-
-@dataclass
-class Knowledge:
-    """What a stream's own saves and deletions have told so far."""
-
-    keep: int
-    cadence: float  # declared
-    intervals: list[float] = field(default_factory=list)
-    last: float = -math.inf
-    size: int = 0
-    lateness: list[float] = field(default_factory=list)
-
-    @property
-    def every(self) -> float:
-        return median(self.intervals[-LATENESS:]) if self.intervals else self.cadence
-
-    @property
-    def lag(self) -> float:
-        """Median lateness, if deletions are late as a rule."""
-        recent = self.lateness[-LATENESS:]
-        return median(recent) if len(recent) == LATENESS and min(recent) > 0 else 0.0
-
-    @property
-    def deletes_in_time(self) -> bool:
-        return max(self.lateness[-LATENESS:], default=0.0) <= 0.0
-
-    def saved(self, now: float, size: int) -> None:
-        if math.isfinite(self.last):
-            self.intervals.append(now - self.last)
-        self.last, self.size = now, size
-
-    def next(self, now: float) -> Arrival | None:
-        if not math.isfinite(self.last):
-            return None
-        every = self.every
-        coming = self.last + every
-        if coming <= now:
-            coming = now + every
-        return Arrival(coming, self.keep * every + self.lag, self.size, every)
 
 
 class Simulator:
@@ -143,13 +72,20 @@ class Simulator:
         self.now = 0.0
         self.hints: dict[int, float] = {}
         self.streams: dict[int, int] = {}  # generation -> stream
+        self.births: dict[int, float] = {}
+        self.sizes: dict[int, tuple[int, int]] = {}  # generation -> bytes told, and expected
         self.where: dict[int, dict[int, int]] = defaultdict(dict)  # generation -> zone -> bytes
+        self.plans: dict[int, deque[Step]] = defaultdict(deque)  # generation -> what is left of it
         self.known = [Knowledge(s.keep, s.cadence) for s in workload.streams]
         self.milestones = False
         self.result = Result(saves=workload.saves)
         self._host = self._logical = 0
         self._moved = 0  # bytes written and copied for the save that is under way
         self._ms = 0.0
+        self._company: set[int] = set()  # generations that were not under way alone
+        self._idle = 0  # bytes copied in idle time
+        self._loan: int | None = None  # the generation that may take the zone that is held back
+        self._parts: dict[int, tuple[int, float]] = {}  # generation -> the two above, so far
         self._saves: list[tuple[int, float]] = []
         self._sums = [0.0, 0.0]  # byte-time of dead bytes and of tails
         self._deciding_ns = 0
@@ -166,8 +102,12 @@ class Simulator:
         self._host = self._logical = 0
         self.result.finishes = self.result.resets = self.result.copied_bytes = 0
         self._deciding_ns = 0
+        corrections = deque(self.workload.corrections)
         for event in self.workload.events:
             self._pass(event.time)
+            while corrections and corrections[0].time <= self.now:
+                _, generation, hint = corrections.popleft()
+                self.hints[generation] = hint
             if isinstance(event, Delete):
                 self._delete(event.generation)
             elif not self._save(event):
@@ -193,13 +133,21 @@ class Simulator:
 
     def _save(self, save: Save) -> bool:
         before = self._host
-        self._moved, self._ms = 0, self.costs.commit
-        if not self._place(save.generation, save.stream, save.size, save.hint):
+        self._moved, self._ms = self._parts.pop(save.generation, (0, self.costs.commit))
+        if not self._place(save.generation, save.stream, save.size, save.hint, save.expected):
             return False
         self._logical += sum(save.shards)
-        self._host += BLOCK  # the commit's journal block
+        self._host += 0 if save.more else BLOCK  # the commit's journal block
         self._ms += (self._host - before) * self.costs.write
-        self.known[save.stream].saved(self.now, save.size)
+        if self._parts:
+            self._company |= {save.generation, *self._parts}
+        if save.more:
+            self._parts[save.generation] = self._moved, self._ms
+            return True
+        del self.plans[save.generation]
+        self.known[save.stream].company.append(save.generation in self._company)
+        size = sum(self.where[save.generation].values())
+        self.known[save.stream].saved(self.now, *self.sizes.pop(save.generation), size)
         self.result.saves_done += 1
         self._saves.append((self._moved, self._ms))
         return True
@@ -221,37 +169,89 @@ class Simulator:
         """When a generation dies, as far as is known."""
         hint = self.hints[generation]
         stream = self.streams[generation]
-        if self.policy.learns and stream != UNKNOWN and math.isfinite(hint):
-            hint += self.known[stream].lag
+        if self.policy.learns and stream != UNKNOWN:
+            believed = self.known[stream].witness
+            return believed.retirement(hint, self.births[generation], self.now)
         return hint
 
-    def _place(self, generation: int, stream: int, size: int, hint: float) -> bool:
+    def _place(
+        self, generation: int, stream: int, size: int, hint: float, expected: int = 0
+    ) -> bool:
+        """Write so many bytes of a generation, of which so many are expected to come in all."""
         self.hints[generation], self.streams[generation] = hint, stream
-        if stream != UNKNOWN and math.isinf(hint):
-            self.milestones = True
+        self.births.setdefault(generation, self.now)
+        if stream != UNKNOWN:
+            expected = self._expected(generation, max(size, expected))
+            self.milestones |= math.isinf(hint)
         anchor = math.isinf(hint) and self.policy.apart
         kind = Kind.ANCHOR if anchor else Kind.FINITE
-        retire = self.retire_of(generation)
-        request = Request(size, retire, size, retire - self.now)
+        steps = self.plans[generation]
+        left = size
+        while left:
+            if not self._usable(steps, kind, generation):
+                ahead = max(left, expected - size + left)
+                plan = self._plan(kind, generation, left, ahead)
+                if plan is None:
+                    return False
+                steps.clear()
+                steps.extend(plan.steps)
+                self._loan = generation if fresh(plan) > self.table.empty_available else None
+            left -= self._carry_out(steps, kind, generation, left)
+        self._host += size
+        self._moved += size
+        return True
+
+    def _plan(self, kind: Kind, generation: int, size: int, ahead: int) -> Plan | None:
+        """A plan for what is expected, or at least for what is there."""
+        retire, stream = self.retire_of(generation), self.streams[generation]
+        whole, part = (Request(n, retire, ahead, retire - self.now) for n in (ahead, size))
         self._finish_small()  # once: what collection then leaves would be finished without end
+        # A loan that was not repaid comes first: without an empty zone only tails can take copies.
+        while self.table.lent and not self.table.empty and self._collect():
+            pass
         while True:
             self._adopt()
             started = time.thread_time_ns()
             view, room = self._view(kind), self._room(stream)
-            plan = self.rule.first(self.policy, request, view, room)
+            # A loan is repaid by this very save: if it ends as it is told, and before another.
+            lendable = room if self._certain(generation) else Room(0)
+            plan = self.rule.first(self.policy, whole, view, lendable)
+            if plan is None and ahead > size:
+                plan = self.rule.first(self.policy, part, view, Room(0))  # no loan for a part
             self._deciding_ns += time.thread_time_ns() - started
             if plan is not None:
-                break
+                return plan
             if self._collect():
                 continue
-            plan = self.rule.last(self.policy, request, self._view(kind), room)
-            if plan is None:
-                return False
-            break
-        self._carry_out(plan, kind, generation)
-        self._host += size
-        self._moved += size
-        return True
+            view = self._view(kind)
+            plans = (self.rule.last(self.policy, request, view, room) for request in (whole, part))
+            return next((plan for plan in plans if plan is not None), self._last_resort(size))
+
+    def _certain(self, generation: int) -> bool:
+        """Whether this save will end as it is told, and before another one begins."""
+        stream = self.streams[generation]
+        return stream == UNKNOWN or (self.known[stream].reliable and not self._parts)
+
+    def _last_resort(self, size: int) -> Plan | None:
+        kinds = Kind.FINITE, Kind.ANCHOR, Kind.COLLECTION
+        tails = [(zone.index, zone.tail) for kind in kinds for zone in self.table.partial(kind)]
+        return anywhere(size, [*tails, *[(None, self.capacity)] * self.table.empty_available])
+
+    def _expected(self, generation: int, told: int) -> int:
+        """Bytes that are to come of a generation, when so many are told."""
+        expected = self.known[self.streams[generation]].expects(told)
+        self.sizes.setdefault(generation, (told, expected))
+        return told if expected == told else expected - sum(self.where[generation].values())
+
+    def _usable(self, steps: deque[Step], kind: Kind, generation: int) -> bool:
+        """Whether a plan can go on: others may have taken what it counted on."""
+        if not steps:
+            return False
+        if steps[0].zone is None:
+            borrows = self._loan == generation and self._certain(generation) and self.table.empty
+            return bool(self.table.empty_available or borrows)
+        zone = self.table[steps[0].zone]
+        return zone.partial and zone.kind is self.table.group(kind)
 
     def _view(self, kind: Kind) -> View:
         if kind is Kind.FINITE and self.policy.mingles and not self.milestones:
@@ -284,15 +284,24 @@ class Simulator:
         zones = {zone for generation in due for zone in self.where[generation]}
         return Room(reserve, any(self.table[z].live.keys() <= due for z in zones))
 
-    def _carry_out(self, plan: Plan, kind: Kind, generation: int) -> None:
-        if fresh(plan) > self.table.empty_available:
-            self.table.lent = True
-            self.result.borrowed += 1
-        for step in plan.steps:
-            if step.finish is not None:
-                self._finish(self.table[step.finish])
-            zone = self._fresh(kind, step.tag) if step.zone is None else self.table[step.zone]
-            self._put(zone, generation, step.nbytes)
+    def _carry_out(self, steps: deque[Step], kind: Kind, generation: int, size: int) -> int:
+        """As much of these bytes as the first step takes; what it has left is for the next."""
+        step = steps.popleft()
+        if step.zone is None:
+            loser = None if step.finish is None else self.table[step.finish]
+            if loser is not None and loser.partial and not self.table.has_slot(kind):
+                self._finish(loser)
+            if not self.table.empty_available:
+                self.table.lent = True
+                self.result.borrowed += 1
+            zone = self._fresh(kind, step.tag)
+        else:
+            zone = self.table[step.zone]
+        nbytes = min(step.nbytes, zone.tail, size)
+        self._put(zone, generation, nbytes)
+        if nbytes < step.nbytes and zone.tail:
+            steps.appendleft(Step(zone.index, step.nbytes - nbytes))
+        return nbytes
 
     def _put(self, zone: Zone, generation: int, nbytes: int) -> None:
         self.table.reserve(zone, nbytes)
@@ -332,7 +341,8 @@ class Simulator:
         for index, nbytes in self.where.pop(generation, {}).items():
             self.table.drop_live(self.table[index], generation, nbytes, 0)
         stream = self.streams[generation]
-        self.known[stream].lateness.append(self.now - self.hints[generation])
+        late, life = self.now - self.hints[generation], self.now - self.births[generation]
+        self.known[stream].deleted(late, life)
         self._reset()
 
     def _reset(self) -> None:
@@ -350,13 +360,26 @@ class Simulator:
             and not (z.kind is Kind.COLLECTION and z.active)
             and z.capacity - z.live_bytes - z.tail >= GAIN_LEAST
         ]
-        for victim in collection.ranked(victims, self.now, 1.0, self.rank):
-            zone = self.table[victim.zone]
+        order = collection.ranked(victims, self.now, 1.0, self.rank)
+        for zone in [self.table[victim.zone] for victim in order]:
             moves = self._moves(zone, self._tails(zone))
+            if moves is None and self._in_the_way(zone):
+                moves = self._moves(zone, self._tails(zone))
             if moves is not None:
                 self._empty(zone, moves)
                 return True
         return False
+
+    def _in_the_way(self, victim: Zone) -> bool:
+        """Whether only what copies have begun for another kind kept the victim from being emptied;
+        it is finished then. That strands its tail, so the victim has to gain more."""
+        begun = next(iter(self.table.partial(Kind.COLLECTION)), None)
+        if begun is None or not self.table.empty or self._kind(begun) is self._kind(victim):
+            return False
+        gains = self.capacity - victim.live_bytes - victim.tail >= begun.tail + GAIN_LEAST
+        if gains:
+            self._finish(begun)
+        return gains
 
     def _latest(self, zone: Zone) -> float:
         return max(self.retire_of(generation) for generation in zone.live)
@@ -445,6 +468,9 @@ class Simulator:
         while (found := max(self._compactable(), default=None)) is not None:
             _, number, into = found
             victim = self.table[-number]
+            if self._idle + victim.live_bytes > collection.IDLE_SHARE * self._logical:
+                break
+            self._idle += victim.live_bytes
             moves = self._moves(victim, [] if into > 0 else [self.table[-into]])
             assert moves is not None, "it fits, or an empty zone is there"
             self._empty(victim, moves)
@@ -468,9 +494,3 @@ class Simulator:
                 gain = collection.gain(victim, zone.tail, last, into, market)
                 if gain >= collection.IDLE_GAIN:
                     yield gain, -zone.index, 1 if other is None else -other.index
-
-
-def percentile(values: list[float], share: float) -> float:
-    """Nearest rank."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, math.ceil(share * len(ordered)) - 1)] if ordered else 0.0

@@ -35,13 +35,19 @@ class Stream(NamedTuple):
 
 
 class Save(NamedTuple):
-    """`hint` is what the policy is told, inf for an anchor; `generation` counts all saves."""
+    """`hint` is what the policy is told, inf for an anchor; `generation` counts all saves.
+
+    A generation may come in several of these, all but the last one with `more`. `expected`: bytes
+    that the policy is told to expect from here on, if they are more than these.
+    """
 
     time: float
     stream: int
     generation: int
     shards: tuple[int, ...]
     hint: float
+    expected: int = 0
+    more: bool = False
 
     @property
     def size(self) -> int:
@@ -54,6 +60,17 @@ class Delete(NamedTuple):
     generation: int
 
 
+class Correction(NamedTuple):
+    """A policy is told another hint for a generation that is there already."""
+
+    time: float
+    generation: int
+    hint: float
+
+
+Event = Save | Delete
+
+
 @dataclass(frozen=True)
 class Workload:
     name: str
@@ -63,13 +80,14 @@ class Workload:
     active: int  # zones that data may have active
     streams: tuple[Stream, ...]
     anchors: tuple[int, ...]  # bytes of those that are there from the beginning
-    events: tuple[Save | Delete, ...]  # in order
+    events: tuple[Event, ...]  # in order
     end: float
     warm_up: float = WARM_UP
+    corrections: tuple[Correction, ...] = ()  # in order; before the events of that time
 
     @property
     def saves(self) -> int:
-        return sum(isinstance(event, Save) for event in self.events)
+        return sum(isinstance(event, Save) and not event.more for event in self.events)
 
 
 @dataclass(frozen=True)

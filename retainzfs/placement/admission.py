@@ -15,14 +15,14 @@ Pure: the caller copies, and asks again.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple, Protocol
 
 from retainzfs.errors import UsageError
-from retainzfs.placement import Plan, Policy, Request, View
+from retainzfs.placement import Plan, Policy, Request, Step, View
 
-PATIENCE: Final = 8.0  # E of a whole zone, that doing without a missing fresh zone may cost
+PATIENCE: Final = 8.0  # E, by which doing without a missing fresh zone may hold up its bytes' room
 PLENTY: Final = 1 << 30  # zones
 
 
@@ -46,6 +46,17 @@ class Rule(Protocol):
 def fresh(plan: Plan) -> int:
     """Fresh zones that a plan takes."""
     return sum(step.zone is None for step in plan.steps)
+
+
+def anywhere(size: int, rooms: Iterable[tuple[int | None, int]]) -> Plan | None:
+    """The last resort: these rooms (zone or None for a fresh one, bytes) in their order, whatever
+    lives beside it. It costs copies later. None if they do not hold so many bytes."""
+    steps = []
+    for zone, room in rooms:
+        if size:
+            steps.append(Step(zone, min(size, room)))
+            size -= steps[-1].nbytes
+    return None if size else Plan(steps, 0)
 
 
 def _placed(plan: Plan) -> Plan | None:
@@ -91,7 +102,8 @@ class Priced:
         if missing <= 0:
             return _placed(wish)
         plan = policy.plan(request, view)
-        dear = plan.price - wish.price > missing * self.patience * view.unit * view.capacity
+        displaced = min(missing * view.capacity, request.size)
+        dear = plan.price - wish.price > self.patience * view.unit * displaced
         return None if plan.unplaced or dear else plan
 
     def last(self, policy: Policy, request: Request, view: View, room: Room) -> Plan | None:

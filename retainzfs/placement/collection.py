@@ -17,6 +17,7 @@ from retainzfs.placement.plan import Market
 
 SMALL: Final = 8 * 4096  # bytes; keeps the score of a nearly dead zone finite
 SPLIT: Final = 0.25  # zone capacities times E: what cutting a piece in two counts for
+IDLE_SHARE: Final = 0.02  # of all bytes saved; so much may be copied for hints that prove wrong
 IDLE_GAIN: Final = 20.0  # E of a zone per zone copied, from which on compaction pays
 
 
