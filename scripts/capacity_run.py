@@ -77,8 +77,9 @@ class Result:
     copied: int = 0
     resets: int = 0
     write_amplification: float = 0.0
-    overhead_zones: float = 0.0
-    """Zones' worth of dead bytes and of unused room, once every job has all that it keeps."""
+    overhead_zones: float | None = None
+    """Zones' worth of dead bytes and of unused room, once every job has all that it keeps; None if
+    that was not before the last save."""
     retained: int = 0
     verified: int = 0
     lost: int = 0
@@ -322,7 +323,7 @@ class Run:
     def _finished(self, seconds: float) -> Result:
         result = self.result
         result.write_amplification = result.host / result.logical
-        result.overhead_zones = statistics.mean(self.overheads) if self.overheads else 0.0
+        result.overhead_zones = statistics.mean(self.overheads) if self.overheads else None
         result.appended = self.device.statistics()["appended_bytes"]
         result.pieces = self.device.pieces
         result.seconds = seconds
@@ -345,11 +346,12 @@ def report(result: Result) -> str:
         "retained in the end": result.retained,
         "verified, all readings together": result.verified,
     }
+    overhead = "not seen" if result.overhead_zones is None else f"{result.overhead_zones:.2f} zones"
     rows = [
         ["saves", f"{result.saves}{', then no space' if result.exhausted else ''}"],
         *([what, f"{size / GIB:.2f} GiB"] for what, size in gib.items()),
         ["write amplification", f"{result.write_amplification:.4f}"],
-        ["overhead", f"{result.overhead_zones:.2f} zones"],
+        ["overhead", overhead],
         ["resets", f"{result.resets}"],
         ["pieces kept by the device", f"{result.pieces}"],
         ["memory of the process", format_size(result.memory)],
