@@ -87,7 +87,9 @@ class Copier:
             left = piece.size
             while left:
                 mine = [zone for zone in seen if kinds[zone.index] is kind]
-                into = collection.destination(piece, left, mine, self.table.capacity, unit)
+                into = collection.destination(
+                    piece, left, mine, self.table.capacity, unit, apart=self.lanes.policy.apart
+                )
                 nbytes = min(left, into.tail) if into is not None else 0
                 if into is None or nbytes // BLOCK + 2 > budget:
                     break

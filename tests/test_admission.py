@@ -127,6 +127,8 @@ def test_anchors_are_copied_to_no_zone_that_ends() -> None:
     ends, stays = partial(1, 30, 40.0), partial(2, 30, math.inf)
     assert collection.destination(piece, piece.size, [ends], CAPACITY, 1.0) is None
     assert collection.destination(piece, piece.size, [ends, stays], CAPACITY, 1.0) is stays
+    mixed = collection.destination(piece, piece.size, [ends], CAPACITY, 1.0, apart=False)
+    assert mixed is ends, "for a policy that does not keep them apart"
 
 
 def test_what_compaction_gains_by_hand() -> None:

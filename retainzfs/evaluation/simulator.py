@@ -415,7 +415,9 @@ class Simulator:
             left = piece.size
             while left:
                 zones = list(seen.values())
-                into = collection.destination(piece, left, zones, self.capacity, 1.0)
+                into = collection.destination(
+                    piece, left, zones, self.capacity, 1.0, apart=self.policy.apart
+                )
                 if into is None:
                     if left > fresh:
                         return None

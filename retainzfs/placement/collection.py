@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Final, NamedTuple
 
 from retainzfs.errors import UsageError
-from retainzfs.placement import FINISH_HORIZON, ZoneSummary
+from retainzfs.placement import FINISH_HORIZON, ZoneSummary, finite
 from retainzfs.placement.plan import Market
 
 SMALL: Final = 8 * 4096  # bytes; keeps the score of a nearly dead zone finite
@@ -68,11 +68,18 @@ def ranked(
 
 
 def destination(
-    piece: Piece, size: int, tails: Sequence[ZoneSummary], capacity: int, unit: float
+    piece: Piece,
+    size: int,
+    tails: Sequence[ZoneSummary],
+    capacity: int,
+    unit: float,
+    *,
+    apart: bool = True,
 ) -> ZoneSummary | None:
     """The tail for `size` bytes of a piece: the one that they hold up least, per byte placed.
 
-    None if there is none, and what never retires is not put to what does.
+    None if there is none. What never retires is not put to what does, unless a policy does not
+    keep them `apart`.
     """
 
     def cost(zone: ZoneSummary) -> float:
@@ -85,7 +92,7 @@ def destination(
     usable = [
         zone
         for zone in tails
-        if zone.tail and (math.isfinite(piece.retire) or not math.isfinite(zone.retire_max))
+        if zone.tail and not (apart and math.isinf(piece.retire) and finite(zone))
     ]
     return min(usable, key=lambda zone: (cost(zone), zone.index), default=None)
 
