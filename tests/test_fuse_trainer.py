@@ -294,7 +294,8 @@ def leave(live: Live, room: int) -> Path:
 def test_a_full_device_costs_nothing(small: Live, way: str) -> None:
     run = Run(small.path / "run", way)
     run.save(1)
-    for step, share in enumerate((0.1, 0.5, 0.99), start=2):
+    # A stream that deletes in time may borrow a zone: a quarter of a save would not be refused.
+    for step, share in enumerate((0.1, 0.5, 0.7), start=2):
         filler = leave(small, int(run.size() * share))
         with pytest.raises((OSError, RuntimeError, CheckpointException)):
             run.save(step)
