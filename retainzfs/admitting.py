@@ -18,11 +18,10 @@ from retainzfs.lanes import Lanes
 from retainzfs.namespace import Namespace
 from retainzfs.placement import Plan, Policy, Request, View
 from retainzfs.placement.admission import Room, Rule, fresh
-from retainzfs.planning import Hint, Lane, of_files, stored
+from retainzfs.planning import HINTED, Hint, Lane, of_files, stored
 from retainzfs.reclaim import Reclaim
-from retainzfs.zones import LOST, Kind, Zone
+from retainzfs.zone import LOST, Zone
 
-HINTED = frozenset({Kind.FINITE, Kind.ANCHOR})
 OVERRUN = 16  # a generation that is larger than expected is taken to be so by this part, at least
 
 Ask = Callable[[Policy, Request, View, Room], Plan | None]
@@ -70,17 +69,9 @@ class Admission:
                 return
             if not await self.reclaim.gain(self._rest(lane, hint, nbytes)):
                 break
-        if not self._planned(lane, hint, nbytes, self._last):
+        if not self._planned(lane, hint, nbytes, self.rule.last):
             lane.allowance = self._rest(lane, hint, nbytes)
             lane.planned = False
-
-    def _last(self, policy: Policy, request: Request, view: View, room: Room) -> Plan | None:
-        """The rule's last word. Where no deletion is known that would replace it the emergency zone
-        is not lent, as it would be in a replay: without it, and with no tails, what is deleted here
-        and there could never be collected."""
-        if not room.repaid:
-            room = room._replace(reserve=0)
-        return self.rule.last(policy, request, view, room)
 
     def _planned(self, lane: Lane, hint: Hint, nbytes: int, ask: Ask) -> bool:
         """Let the lane follow the plan that the rule agrees to; False if there is none."""

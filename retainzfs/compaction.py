@@ -7,7 +7,6 @@ at once: what was moved by then stays moved.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
@@ -16,24 +15,31 @@ import trio
 from retainzfs import errors
 from retainzfs.lanes import Lanes
 from retainzfs.placement import collection
-from retainzfs.placement.plan import TAIL_WORTH, Market
+from retainzfs.placement.plan import Market
 from retainzfs.reclaim import Reclaim
-from retainzfs.zones import Kind, Zone, summary
+from retainzfs.zone import Kind, Zone, ZoneSummary, summary
 
 IDLE = 0.25  # E without a write or a sync: a save that has paused for less goes on
 LOOK_S = 1.0  # between two looks at the clock, at least
 
 
 class Compaction:
-    """`compacts`: whether the policy asks for it at all."""
+    """`logical`: bytes that programs wrote. `compacts`: whether the policy asks for it at all."""
 
     def __init__(
-        self, lanes: Lanes, reclaim: Reclaim, now_s: Callable[[], float], *, compacts: bool
+        self,
+        lanes: Lanes,
+        reclaim: Reclaim,
+        now_s: Callable[[], float],
+        logical: Callable[[], int],
+        *,
+        compacts: bool,
     ) -> None:
         self.lanes = lanes
         self.table = lanes.table
         self.reclaim = reclaim
         self.now_s = now_s
+        self.logical = logical
         self.compacts = compacts
         self._working = 0  # writes and syncs that are under way
         self._worked_s = now_s()  # when the last one ended
@@ -83,28 +89,24 @@ class Compaction:
 
     def _best(self) -> tuple[Zone, Zone | None] | None:
         """The move that gains most, (victim, destination); None as a destination is a fresh zone.
-        Ties go to the lowest zones."""
-        least = collection.IDLE_GAIN * self.lanes.unit_s()
-        best, most = None, -math.inf
-        for found, victim, into in self._moves():
-            if found >= least and found > most:
-                best, most = (victim, into), found
-        return best
+        None if no move pays, or more would be copied than hints that prove wrong may cost."""
+        table, unit = self.table, self.lanes.unit_s()
+        fresh = [None] if table.held_back and not table.active(Kind.COLLECTION) else []
+        choices = (
+            (self.reclaim.victim(zone), [*self._tails(zone), *fresh])
+            for zone in self.reclaim.candidates()
+            if zone.kind is Kind.FINITE
+        )
+        market = Market(table.capacity, self.now_s(), self.lanes.foresight.arrivals())
+        move = collection.idle_move(choices, market, unit)
+        if move is None:
+            return None
+        victim, into = move
+        if self.reclaim.compacted + victim.live > collection.IDLE_SHARE * self.logical():
+            return None
+        return table[victim.zone], None if into is None else table[into]
 
-    def _moves(self) -> Iterator[tuple[float, Zone, Zone | None]]:
-        now, unit, retire_of = self.now_s(), self.lanes.unit_s(), self.lanes.retire_of
-        arrivals = self.lanes.foresight.arrivals()
-        market = Market(self.table.capacity, now, arrivals, TAIL_WORTH)
-        copies = self.table.active(Kind.COLLECTION)
-        for zone in self.reclaim.candidates():
-            if zone.live_bytes > zone.capacity // 2 or zone.kind is not Kind.FINITE:
-                continue
-            last = self.reclaim.latest(zone)
-            victim = collection.Victim(
-                zone.index, zone.capacity, zone.live_bytes, max(last, now + unit)
-            )
-            for other in self.reclaim.copier.tails(zone):
-                into = summary(other, retire_of, now, unit)
-                yield collection.gain(victim, zone.tail, last, into, market), zone, other
-            if self.table.held_back and not copies:
-                yield collection.gain(victim, zone.tail, last, None, market), zone, None
+    def _tails(self, victim: Zone) -> Iterator[ZoneSummary]:
+        now, unit = self.now_s(), self.lanes.unit_s()
+        for zone in self.reclaim.copier.tails(victim):
+            yield summary(zone, self.lanes.retire_of, now, unit)

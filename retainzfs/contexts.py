@@ -9,7 +9,7 @@ from retainzfs import lifetimes
 from retainzfs.config import Configured, StreamTable
 from retainzfs.lifetimes import FileClass
 from retainzfs.namespace import ROOT, Inode, Namespace
-from retainzfs.zones import Kind
+from retainzfs.zone import Kind
 
 CLASS_KIND = {
     FileClass.CHECKPOINT: Kind.UNHINTED,

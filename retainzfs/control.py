@@ -18,7 +18,7 @@ import pyfuse3
 from retainzfs import observe
 from retainzfs.generations import chronicle
 from retainzfs.volume import ROOT, Volume
-from retainzfs.zones import Kind
+from retainzfs.zone import Kind
 
 NAME = b".retainz"
 FIRST = 1 << 48

@@ -22,7 +22,7 @@ from retainzfs.namespace import Extent, Inode, Namespace
 from retainzfs.placement import Step, collection
 from retainzfs.planning import DATA_KINDS, Lane, usable
 from retainzfs.stream import Stream
-from retainzfs.zones import Kind, Zone, ZoneSummary, summary
+from retainzfs.zone import Kind, Zone, ZoneSummary, summary
 
 COPIES = -1000  # lane keys of copies, below those of the kinds; one for each zone that they go to
 COPIES_APART = COPIES - len(Kind)
@@ -76,28 +76,28 @@ class Copier:
         """How to empty a zone, by default into any tails; None if there is no room for that.
         Without `fresh` the zone of copies is not for it."""
         now, unit = self.now_s(), self.lanes.unit_s()
-        zones = self.tails(victim) if tails is None else tails
-        seen = [_data(summary(zone, self.lanes.retire_of, now, unit)) for zone in zones]
+        seen: dict[Kind, dict[int, ZoneSummary]] = {}
+        for zone in self.tails(victim) if tails is None else tails:
+            tail = _data(summary(zone, self.lanes.retire_of, now, unit))
+            seen.setdefault(self.table.group(zone.kind), {})[zone.index] = tail
         budget = self.lanes.spare() - (usable(victim.tail) if victim.partial else 0)
-        kinds = {zone.index: self.table.group(zone.kind) for zone in zones}
         routes: dict[int, list[tuple[int, int]]] = {}
-        rest = 0
+        rest = victim.live_bytes
         for piece in self.pieces(victim):
             kind = self.table.group(self.kind_of(piece.generation, victim))
-            left = piece.size
-            while left:
-                mine = [zone for zone in seen if kinds[zone.index] is kind]
-                into = collection.destination(
-                    piece, left, mine, self.table.capacity, unit, apart=self.lanes.policy.apart
-                )
-                nbytes = min(left, into.tail) if into is not None else 0
-                if into is None or nbytes // BLOCK + 2 > budget:
+            for into, nbytes in collection.into_tails(
+                piece,
+                seen.get(kind, {}),
+                self.table.capacity,
+                unit,
+                apart=self.lanes.policy.apart,
+            ):
+                blocks = nbytes // BLOCK
+                if blocks + 2 > budget:
                     break
-                routes.setdefault(piece.generation, []).append((into.index, nbytes // BLOCK))
-                seen[seen.index(into)] = replace(into, tail=into.tail - nbytes)
-                budget -= nbytes // BLOCK + 2
-                left -= nbytes
-            rest += left
+                routes.setdefault(piece.generation, []).append((into, blocks))
+                budget -= blocks + 2
+                rest -= nbytes
         room = self._room() if fresh else 0
         reserve = self._blocks(victim, victim.live_bytes) <= room
         if not reserve and rest and self._blocks(victim, rest) > room:

@@ -171,7 +171,11 @@ class Core:
             self.retention.members,
         )
         self.compaction = Compaction(
-            self.lanes, self.reclaim, self.now_s, compacts=self.lanes.policy.compacts
+            self.lanes,
+            self.reclaim,
+            self.now_s,
+            lambda: self.logical,
+            compacts=self.lanes.policy.compacts,
         )
         self.scrub = Scrub(device, self.table, self.namespace, nursery, self.reader.tell)
         self.logical = 0  # bytes that programs wrote

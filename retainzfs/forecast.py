@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
 from retainzfs import layout, lifetimes, streams
-from retainzfs.lifetimes.prediction import LAG_LEAST
+from retainzfs.lifetimes.prediction import E_PER_CADENCE, LAG_LEAST, weighted_median
 from retainzfs.membership import Membership
 from retainzfs.namespace import Inode
 from retainzfs.placement import Arrival
 from retainzfs.planning import Hint, of_files
 from retainzfs.streams import Outlook, State, Stream
-from retainzfs.zones import Kind
+from retainzfs.zone import Kind
 
 CADENCE_GUESS_S = 60.0  # of the very first stream, until its second save
 GUESSED = b"; ranked with the latest known retirement"  # end of the origin of a mere rank
 LONG = 32  # generations; a stream with more looks at all of them not at every save
 STATED = (b"anchor=", b"keep_every=", b"retire=")  # origins of what was not left to retention
-E_PER_CADENCE = 4.0  # placement's constants are in quarters of a cadence
 UNIT_STEP = 1.25  # the unit changes only by so much at once: else plans made with it are not alike
 ALIVE = 8.0  # cadences without a save, from which on a stream is taken for ended
 DELETIONS = 8  # of a stream, that all have to be in time for the next to be counted on
@@ -183,7 +182,7 @@ class Forecast(Membership):
                 for stream in self.all_streams()
                 if stream.numbers and (cadence := self.cadence_of(stream))
             ]
-            unit = (_median(cadences) or CADENCE_GUESS_S) / E_PER_CADENCE
+            unit = (weighted_median(cadences) or CADENCE_GUESS_S) / E_PER_CADENCE
             if self._guessed or not 1 / UNIT_STEP < unit / self._unit < UNIT_STEP:
                 self._unit, self._guessed = unit, not cadences
         return self._unit
@@ -266,17 +265,6 @@ class Forecast(Membership):
         members = self.members.get(record.generation, ())
         inodes = [self.namespace.inodes[ino] for ino in members]
         return not any(i.handles or i.ino in self.namespace.links for i in inodes)
-
-
-def _median(weighted: Iterable[tuple[float, int]]) -> float | None:
-    """Return the lower weighted median of (value, weight); None of nothing."""
-    ordered = sorted(weighted)
-    half = sum(weight for _, weight in ordered) / 2
-    for value, weight in ordered:
-        half -= weight
-        if half <= 0:
-            return value
-    return None
 
 
 def _same(a: float, b: float) -> bool:

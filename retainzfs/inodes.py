@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from retainzfs import layout
 from retainzfs.errors import RetainzError
-from retainzfs.layout import BLOCK
+from retainzfs.layout import BLOCK, INLINE_DATA_MAX
 
 Span = tuple[int, int]  # blocks [start, end) of a file
 
@@ -125,6 +125,10 @@ class Inode:
         """Whether the size was announced, by ftruncate(2) or posix_fallocate(3), before bytes."""
         end = self.extents[-1].end if self.extents else bool(self.content)
         return self.size > end * BLOCK
+
+    def stays_inline(self, end: int) -> bool:
+        """Whether a file that is written up to byte `end` keeps its bytes in its record."""
+        return max(end, self.size) <= INLINE_DATA_MAX and not self.extents
 
     def find(self, block: int) -> int:
         """Return the index of the first extent that ends behind `block`."""

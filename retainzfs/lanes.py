@@ -19,6 +19,7 @@ from retainzfs.device import Device
 from retainzfs.layout import BLOCK, INLINE_SUMS_MAX
 from retainzfs.planning import (
     DATA_KINDS,
+    HINTED,
     Foresight,
     Hint,
     Lane,
@@ -29,7 +30,8 @@ from retainzfs.planning import (
     usable,
 )
 from retainzfs.trouble import Trouble
-from retainzfs.zones import Kind, Zone, ZoneTable
+from retainzfs.zone import Kind, Zone
+from retainzfs.zones import ZoneTable
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -151,7 +153,7 @@ class Lanes(Planning):
     def _plan(self, lane: Lane, hint: Hint, need: int) -> None:
         """Plan what nobody has admitted, or what is more than was admitted."""
         size = max(stored(need), of_files(hint.size, hint.files) - lane.placed)
-        if hint.kind not in (Kind.FINITE, Kind.ANCHOR):
+        if hint.kind not in HINTED:
             size = stored(need)
         request, view = self.request(lane, hint, size), self.view(hint.kind, lane)
         tries = [view, replace(view, scarce=True), self.view(hint.kind)]
@@ -164,7 +166,7 @@ class Lanes(Planning):
     def _planned(
         self, request: placement.Request, view: placement.View, kind: Kind
     ) -> placement.Plan:
-        if kind in (Kind.FINITE, Kind.ANCHOR):
+        if kind in HINTED:
             return self.policy.plan(request, view)
         return placement.fill(request, view)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from retainzfs.lifetimes import FileClass
 from retainzfs.placement import admission
 from retainzfs.trouble import STATES
-from retainzfs.zones import LOST, Kind, State, Zone
+from retainzfs.zone import LOST, Kind, State, Zone
 
 if TYPE_CHECKING:
     from retainzfs.volume import Volume

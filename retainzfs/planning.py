@@ -20,7 +20,8 @@ import trio
 
 from retainzfs import placement
 from retainzfs.layout import BLOCK, INLINE_SUMS_MAX, RUN_BLOCKS_MAX
-from retainzfs.zones import Kind, ZoneTable
+from retainzfs.zone import Kind
+from retainzfs.zones import ZoneTable
 
 if TYPE_CHECKING:
     from retainzfs.namespace import Run
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 P = TypeVar("P")
 
 DATA_KINDS = tuple(k for k in Kind if k not in (Kind.METADATA, Kind.COLLECTION))
+HINTED = frozenset({Kind.FINITE, Kind.ANCHOR})  # kinds that the policy places
 IN_FLIGHT = 2  # appends of a lane: while one is written the next waits in the device's queue
 CLAIM_IDLE_S = 10.0  # without a write, after which others may plan with what a lane has claimed
 
@@ -294,8 +296,12 @@ class Planning:
                     if tail >= BLOCK:
                         latest = max(zone.retire_max, other.retire_s)
                         earliest = min(zone.retire_min, other.retire_s)
-                        zones[zone.index] = placement.ZoneSummary(
-                            zone.index, tail, view.capacity - tail, latest, earliest, zone.tag
+                        zones[zone.index] = replace(
+                            zone,
+                            tail=tail,
+                            written=view.capacity - tail,
+                            retire_max=latest,
+                            retire_min=earliest,
                         )
         ordered = [zones[index] for index in sorted(zones)]
         return replace(view, zones=ordered, empties=max(0, empties), slots=max(0, slots))

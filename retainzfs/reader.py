@@ -13,7 +13,8 @@ from retainzfs.extents import BadBlocks, Damage, StoredRuns, damages, missing, r
 from retainzfs.layout import BLOCK
 from retainzfs.namespace import Extent, Inode, Namespace
 from retainzfs.trouble import Trouble
-from retainzfs.zones import Zone, ZoneTable
+from retainzfs.zone import Zone
+from retainzfs.zones import ZoneTable
 
 log = logging.getLogger(__name__)
 

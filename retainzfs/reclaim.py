@@ -8,7 +8,6 @@ bytes) and resets it.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 
@@ -24,7 +23,7 @@ from retainzfs.namespace import Namespace
 from retainzfs.placement import collection
 from retainzfs.planning import stored, usable
 from retainzfs.stream import Stream
-from retainzfs.zones import Kind, State, Zone
+from retainzfs.zone import Kind, State, Zone, summary
 
 log = logging.getLogger(__name__)
 
@@ -230,9 +229,7 @@ class Reclaim:
     def _victim(self) -> Zone | None:
         """The best zone to empty that can be emptied."""
         victims = [
-            collection.Victim(zone.index, zone.capacity, zone.live_bytes, self.latest(zone))
-            for zone in self.candidates()
-            if self._gain(zone) >= GAIN_LEAST
+            self.victim(zone) for zone in self.candidates() if self._gain(zone) >= GAIN_LEAST
         ]
         unit = self.lanes.unit_s()
         for victim in collection.ranked(victims, self.now_s(), unit, self.rank):
@@ -241,9 +238,12 @@ class Reclaim:
                 return zone
         return None
 
-    def latest(self, zone: Zone) -> float:
-        """When the last byte in a zone retires."""
-        return max((self.lanes.retire_of(g) for g in zone.live), default=math.inf)
+    def victim(self, zone: Zone) -> collection.Victim:
+        """What is known of a zone that could be emptied."""
+        seen = summary(zone, self.lanes.retire_of, self.now_s(), self.lanes.unit_s())
+        return collection.Victim(
+            zone.index, zone.capacity, zone.live_bytes, seen.retire_max, zone.tail
+        )
 
     def candidates(self) -> list[Zone]:
         """Zones that could be emptied, whether that gains something or not."""

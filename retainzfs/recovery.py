@@ -17,7 +17,8 @@ from retainzfs.layout import BLOCK, BatchKind
 from retainzfs.namespace import ROOT, Inode, Namespace
 from retainzfs.retention import Retention
 from retainzfs.trouble import STATES
-from retainzfs.zones import Kind, ZoneTable
+from retainzfs.zone import Kind
+from retainzfs.zones import ZoneTable
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import stat
 from dataclasses import replace
-from typing import Any, Final, cast
+from typing import Any, cast
 
 from retainzfs.device import Device, Geometry, create_target, is_memory, open_target
 from retainzfs.device.head import base_of
@@ -20,8 +20,6 @@ from retainzfs.errors import UsageError
 from retainzfs.evaluation.workload import Workload
 from retainzfs.journal import metadata_zones
 from retainzfs.zones import COLLECTION_ACTIVE, JOURNAL_ACTIVE
-
-MEMORY: Final = "memory:"  # spelled out; `mem:` does as well, and a size behind it is not looked at
 
 
 def geometry_for(zone_size: int, data_zones: int, active: int) -> Geometry:
@@ -101,7 +99,7 @@ def prepared(target: str, workload: Workload, *, force: bool = False) -> Part:
     wanted = geometry_for(workload.capacity, workload.zones, workload.active)
     if (flaw := wanted.flaw()) is not None:
         raise UsageError(f"{workload.name}: {flaw}; other zones or another load make others")
-    if target == MEMORY or is_memory(target):
+    if is_memory(target):  # a size behind it is not looked at
         return Part(MemoryDevice(wanted, target), wanted)
     own = own_zones(target)
     if own is not None:

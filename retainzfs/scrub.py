@@ -21,7 +21,8 @@ from retainzfs.errors import FSError
 from retainzfs.extents import Damage, StoredRuns, damages, missing
 from retainzfs.layout import BLOCK
 from retainzfs.namespace import Namespace, Run
-from retainzfs.zones import Zone, ZoneTable
+from retainzfs.zone import Zone
+from retainzfs.zones import ZoneTable
 
 RATE = 200 << 20  # bytes a second beside a mount in use: less than half of what a SATA SSD reads
 FOUND_MAX = 10_000  # places that are listed; a device with more has one thing to be said about it

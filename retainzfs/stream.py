@@ -22,11 +22,11 @@ from retainzfs import errors, layout
 from retainzfs._zio import Slot
 from retainzfs.device import Device, Sums
 from retainzfs.lanes import Lanes, Place
-from retainzfs.layout import BLOCK, INLINE_DATA_MAX, INLINE_SUMS_MAX, RUN_BLOCKS_MAX
+from retainzfs.layout import BLOCK, INLINE_SUMS_MAX, RUN_BLOCKS_MAX
 from retainzfs.namespace import Extent, Inode, Namespace, Run
 from retainzfs.planning import Lane
 from retainzfs.reader import Reader
-from retainzfs.zones import Kind
+from retainzfs.zone import Kind
 
 SLOT = RUN_BLOCKS_MAX * BLOCK
 POOL = 64 << 20  # bytes of staging memory
@@ -116,7 +116,7 @@ class Stream:
     async def write(self, inode: Inode, offset: int, data: memoryview, lane: Lane) -> None:
         """Stage bytes of a file. Raises FSError; what was staged before the error stays."""
         end = offset + len(data)
-        if end <= INLINE_DATA_MAX and inode.size <= INLINE_DATA_MAX and not inode.extents:
+        if inode.stays_inline(end):
             content = bytearray(inode.content.ljust(end, b"\0"))
             content[offset:end] = data
             inode.content = bytes(content)

@@ -23,7 +23,8 @@ from retainzfs import errors
 from retainzfs.device import Condition, Device
 from retainzfs.layout import BLOCK
 from retainzfs.namespace import Namespace, Run
-from retainzfs.zones import LOST, Kind, State, Zone, ZoneTable
+from retainzfs.zone import LOST, Kind, State, Zone
+from retainzfs.zones import ZoneTable
 
 log = logging.getLogger(__name__)
 

@@ -200,14 +200,14 @@ class Volume(Names):
         lock = self.stream.stage(inode).lock
         await self._admit(GROWTH)
         lane = self.lane(inode)
-        if lane.key > 0 and end and not self._is_inline(inode, end):
+        if lane.key > 0 and end and not inode.stays_inline(end):
             await self.admission.admit(lane, max(1, nbytes - WRITE_SLACK))
         tried = False
         while True:
             await lock.acquire()
             lane = self.lane(inode)  # a rename may have changed it
             kind = self.lanes.hint(lane).kind
-            if end and self._is_inline(inode, end):
+            if end and inode.stays_inline(end):
                 nbytes = 0
                 break
             placed = tried or lane.planned  # one that is planned has its place
@@ -223,11 +223,6 @@ class Volume(Names):
         finally:
             self.lanes.admitted[kind] -= room
             lock.release()
-
-    @staticmethod
-    def _is_inline(inode: Inode, end: int) -> bool:
-        """Whether a file that is written up to byte `end` is small enough to have no blocks."""
-        return max(end, inode.size) <= layout.INLINE_DATA_MAX and not inode.extents
 
     def _change(self, inode: Inode) -> None:
         """The bytes of a file change; the caller holds its lock."""

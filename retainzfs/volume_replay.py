@@ -13,30 +13,29 @@ until the generation is durable.
 from __future__ import annotations
 
 import math
-import random
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any, Final
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Final
 
 import trio
 
-from retainzfs import mkfs, placement
-from retainzfs.errors import NoSpace, RetainzError, UsageError
-from retainzfs.evaluation.measures import Result, percentile
+from retainzfs import mkfs
+from retainzfs.device.pattern import Pattern
+from retainzfs.errors import NoSpace, RetainzError
+from retainzfs.evaluation.measures import EXACT, Meter, Result
 from retainzfs.evaluation.workload import Delete, Save, Workload
+from retainzfs.layout import BLOCK
+from retainzfs.lifetimes.attributes import CADENCES_MAX
 from retainzfs.replay_target import Part, prepared
 from retainzfs.volume import ROOT, Options, Volume
 
 EPOCH_S: Final = 64.0  # of the volume's clock; a power of two adds no rounding to the times
 FILE, DIRECTORY = 0o100644, 0o040755
 PIECE: Final = 1 << 20  # the kernel's longest write
-PERIOD: Final = (1 << 20) - 3  # bytes, a prime: no two blocks of a file begin at the same place
-STRIDE: Final = 611953  # between the beginnings of two files, prime too
+BLOCKS_MOST: Final = 1 << 24  # of a file; the blocks of the next one follow behind
 MARKER: Final = b".metadata"  # completes a generation
 MARKER_TEXT: Final = b"complete"
-RETIRE_MOST: Final = 100  # cadences; a stated retirement is refused beyond
-EXACT: Final = 1e-9  # epochs by which a hint may differ from what keep_last says
 
 
 @dataclass
@@ -51,6 +50,10 @@ class EpochClock:
     def wall_ns(self) -> int:
         return 10**18 + int(self.monotonic_s() * 1e9)
 
+    def keeping(self, options: Options) -> Options:
+        """Options with the time of this clock."""
+        return replace(options, wall_ns=self.wall_ns, monotonic_s=self.monotonic_s)
+
 
 @dataclass
 class Replayed:
@@ -61,19 +64,12 @@ class Replayed:
     verified: int = 0
 
 
-class Pattern:
-    """Bytes that cost nothing to make and are different in every file, to check them later."""
-
-    def __init__(self) -> None:
-        noise = random.Random(1).randbytes(PERIOD)
-        self._bytes = memoryview(noise + noise + noise[:PIECE])
-
-    def pieces(self, file: int, length: int) -> Iterator[tuple[int, memoryview]]:
-        """Yield (offset, bytes) of a file, which has a number of its own."""
-        first = file * STRIDE
-        for at in range(0, length, PIECE):
-            start = (first + at) % PERIOD
-            yield at, self._bytes[start : start + min(PIECE, length - at)]
+def pieces(pattern: Pattern, file: int, length: int) -> Iterator[tuple[int, memoryview]]:
+    """Yield (offset, bytes) of a file, which has a number of its own."""
+    for at in range(0, length, PIECE):
+        nbytes = min(PIECE, length - at)
+        made = pattern.make(file * BLOCKS_MOST + at // BLOCK, -(-nbytes // BLOCK))
+        yield at, memoryview(made)[:nbytes]
 
 
 @dataclass(frozen=True)
@@ -86,54 +82,36 @@ class Place:
     files: tuple[tuple[int, bytes, int], ...]
 
 
-NOTHING: Final[Mapping[str, str]] = {}
-CHOICES: Final = {known.name for known in fields(Options)}
-
-
-def options(policy: str, clock: EpochClock, choices: Mapping[str, str] = NOTHING) -> Options:
-    """How the volume is mounted; `choices` that are "" are left to it. Raises UsageError for a
-    policy that there is not, and for what a volume does not let anybody choose."""
-    placement.policy(policy)
-    given: dict[str, Any] = {name: value for name, value in choices.items() if value}
-    for name in given.keys() - CHOICES:
-        raise UsageError(f"--{name} {given[name]}: a volume has its own; leave out --device")
-    return Options(policy=policy, wall_ns=clock.wall_ns, monotonic_s=clock.monotonic_s, **given)
-
-
 def replay(
     target: str,
     workload: Workload,
-    policy: str,
-    choices: Mapping[str, str] = NOTHING,
+    options: Options,
     *,
     force: bool = False,
-    perf_s: Callable[[], float] = time.perf_counter,
 ) -> Replayed:
-    """Format a target and replay a workload on it; `choices` are of `options`.
+    """Format a target and replay a workload on it; the clocks of `options` are replaced.
 
-    Without `force` a target that holds something is refused. Raises UsageError for a policy that
-    there is not or zones that do not suit, what `replay_target.prepared` raises, NoSpace when the
-    anchors do not fit, and RetainzError when something reads back other than it was written.
+    Without `force` a target that holds something is refused. Raises UsageError for zones that do
+    not suit, what `replay_target.prepared` raises, NoSpace when the anchors do not fit, and
+    RetainzError when something reads back other than it was written.
     """
-    clock = EpochClock()
-    mount = options(policy, clock, choices)
     part = prepared(target, workload, force=force)
-    return trio.run(_replay, part, workload, mount, clock, perf_s)
+    return trio.run(_replay, part, workload, options, EpochClock())
 
 
 async def _replay(
     part: Part,
     workload: Workload,
-    mount: Options,
+    options: Options,
     clock: EpochClock,
-    perf_s: Callable[[], float],
 ) -> Replayed:
+    mount = clock.keeping(options)
     try:
         await part.device.start()
         await mkfs.format_started(part.device)
         wrong: RetainzError | None = None
         async with Volume.mounted(part.device, mount) as volume:
-            driver = Driver(volume, part, workload, clock, perf_s)
+            driver = Driver(volume, part, workload, clock, time.perf_counter)
             try:  # what is raised inside would not end the volume cleanly
                 replayed = await driver.run()
             except RetainzError as error:
@@ -155,13 +133,14 @@ class Driver:
     clock: EpochClock
     perf_s: Callable[[], float]
     result: Result = field(default_factory=Result)
-    pattern: Pattern = field(default_factory=Pattern)
+    pattern: Pattern = field(default_factory=lambda: Pattern(seed=1))
     kept: dict[int, Place] = field(default_factory=dict)  # generation → where it is
     tops: list[int] = field(default_factory=list)  # directory of each stream
     counts: list[int] = field(default_factory=list)  # saves of each stream
-    saves: list[tuple[int, float]] = field(default_factory=list)  # bytes written, ms
-    sums: list[float] = field(default_factory=lambda: [0.0, 0.0])  # byte-epochs: dead, tails
     files: int = 0
+
+    def __post_init__(self) -> None:
+        self.meter = Meter(self.workload)
 
     async def run(self) -> Replayed:
         self.result.saves = self.workload.saves
@@ -204,11 +183,7 @@ class Driver:
 
     def _pass(self, until: float) -> None:
         """Time goes on, and the zones stay as they are meanwhile."""
-        counted = until - max(self.clock.epoch, self.workload.warm_up)
-        if counted > 0:
-            totals = self.volume.table.totals
-            self.sums[0] += totals.dead * counted
-            self.sums[1] += (totals.tail + totals.stranded) * counted
+        self.meter.passes(self.clock.epoch, until, self.volume.table.totals)
         self.clock.epoch = max(self.clock.epoch, until)
 
     async def _save(self, save: Save) -> bool:
@@ -221,8 +196,7 @@ class Driver:
         if not await self._write(save.generation, top, name, directory, save.shards):
             return False
         took_ms = (self.perf_s() - began_s) * 1000
-        self.saves.append((self.volume.stream.written - written, took_ms))
-        self.result.saves_done += 1
+        self.meter.saved(self.volume.stream.written - written, took_ms)
         return True
 
     async def _state(self, save: Save, directory: int) -> None:
@@ -232,7 +206,7 @@ class Driver:
         if math.isinf(save.hint):
             await self._set(directory, "anchor", "1")
         elif abs(life - stream.keep * stream.cadence) > EXACT:
-            life = min(life, RETIRE_MOST * stream.cadence)
+            life = min(life, CADENCES_MAX * stream.cadence)
             await self._set(directory, "retire", f"{self.volume.now_s() + life * EPOCH_S:f}")
 
     async def _write(
@@ -246,7 +220,7 @@ class Driver:
 
         async def rank(number: int, name: bytes, length: int) -> None:
             try:
-                await self._write_file(directory, name, self.pattern.pieces(number, length))
+                await self._write_file(directory, name, pieces(self.pattern, number, length))
             except NoSpace as error:
                 full.append(error)
 
@@ -291,20 +265,18 @@ class Driver:
         return {
             "host": told["host_bytes"],
             "logical": told["logical_bytes"],
-            "copied": told["copied_bytes"],
+            "copied": told["copied_bytes"] + told["compacted_bytes"],
             "resets": told["zones"]["reset_total"],
             "deciding_us": (told["decision_us"] or 0.0) * told["plans"],
-            "borrowed": getattr(self.volume.lanes, "borrows", 0),  # a volume need not lend
+            "borrowed": told["borrows"],
             "finishes": self.part.finishes,
             "stranded": self.part.stranded,
         }
 
     def _finished(self, begin: dict[str, float]) -> None:
         counted = {name: value - begin[name] for name, value in self._counts().items()}
-        result, capacity = self.result, self.workload.capacity
-        span = max(self.clock.epoch - self.workload.warm_up, EXACT) * capacity
-        result.invalid_zones, result.tail_zones = (value / span for value in self.sums)
-        result.overhead_zones = result.invalid_zones + result.tail_zones
+        result = self.result
+        self.meter.finish(result, self.clock.epoch)
         logical = counted["logical"]
         result.write_amplification = counted["host"] / logical if logical else math.nan
         result.copied_bytes = int(counted["copied"])
@@ -313,8 +285,6 @@ class Driver:
         result.borrowed = int(counted["borrowed"])
         result.stranded_bytes = int(counted["stranded"])
         result.decision_us = counted["deciding_us"] / max(1, result.saves_done)
-        result.p99_zones = percentile([written / capacity for written, _ in self.saves], 0.99)
-        result.p99_ms = percentile([ms for _, ms in self.saves], 0.99)
 
     async def _verified(self) -> int:
         """Read everything that is kept; return how many bytes that were."""
@@ -323,7 +293,7 @@ class Driver:
             for number, name, length in place.files:
                 inode = self.volume.lookup(place.directory, name)
                 same = inode.size == length
-                for at, piece in self.pattern.pieces(number, length):
+                for at, piece in pieces(self.pattern, number, length):
                     same = same and await self.volume.read(inode.ino, at, len(piece)) == piece
                     verified += len(piece)
                 if not same:

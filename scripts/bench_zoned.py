@@ -29,6 +29,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from retainzfs.evaluation.measures import percentile
+
 HERE = Path(__file__).resolve().parent
 SYSTEMS = ("retainzfs", "f2fs", "btrfs", "btrfs-unlimited")
 ZONE_MIB = 4
@@ -108,10 +110,6 @@ def spread(values: Sequence[float], digits: int = 3) -> str:
     return mean if least == most else f"{mean} ({least} to {most})"
 
 
-def p99(values: Sequence[float]) -> float:
-    return sorted(values)[min(len(values) - 1, int(0.99 * len(values)))]
-
-
 def durable(cell: Cell, reference: Cell) -> tuple[str, str]:
     """Return median and p99 of the seconds until a save was durable, over those of `reference`.
 
@@ -127,7 +125,7 @@ def durable(cell: Cell, reference: Cell) -> tuple[str, str]:
     if not ours:
         return "-", "-"
     median = statistics.median(ours) / statistics.median(theirs)
-    return f"{median:.2f}", f"{p99(ours) / p99(theirs):.2f}"
+    return f"{median:.2f}", f"{percentile(ours, 0.99) / percentile(theirs, 0.99):.2f}"
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

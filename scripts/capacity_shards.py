@@ -18,13 +18,12 @@ to 64 bytes, the directory, and its pickle. These two are rounded, not computed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
-LAYERS: Final = 16
-HIDDEN: Final = 2048
-FEED_FORWARD: Final = 8192
-VOCABULARY: Final = 50304
+from retainzfs.evaluation.models import PYTHIA_1B
+
 RANKS: Final = 64
 RANKS_OF_NODE: Final = 8
 HALF, SINGLE = 2, 4  # bytes of a number
@@ -32,18 +31,10 @@ CONTAINER: Final = 1200  # bytes
 TENSOR: Final = 320  # bytes
 SETTINGS: Final = 15_000  # bytes of mp_rank_00_model_states.pt
 
-_NORM = (HIDDEN, HIDDEN)
-EMBEDDING: Final = (VOCABULARY * HIDDEN,)
-LAYER: Final = (
-    *_NORM,
-    *_NORM,
-    *(HIDDEN * 3 * HIDDEN, 3 * HIDDEN),  # query, key and value
-    *(HIDDEN * HIDDEN, HIDDEN),
-    *(HIDDEN * FEED_FORWARD, FEED_FORWARD),
-    *(FEED_FORWARD * HIDDEN, HIDDEN),
-)
-"""Numbers in each tensor."""
-PARAMETERS: Final = 2 * sum(EMBEDDING) + LAYERS * sum(LAYER) + sum(_NORM)
+_TENSORS: Final = tuple(map(math.prod, PYTHIA_1B.tensors))  # numbers in each, as models.neox lists
+EMBEDDING, _NORM, LAYER = _TENSORS[:1], _TENSORS[1:3], _TENSORS[4:16]
+LAYERS: Final = (len(_TENSORS) - 4) // len(LAYER)
+PARAMETERS: Final = PYTHIA_1B.parameters
 
 
 class Shard(NamedTuple):

@@ -20,23 +20,19 @@ from typing import Any
 
 import trio
 
-from retainzfs import placement
-from retainzfs.device import Geometry
-from retainzfs.device.memory import MemoryDevice
+from retainzfs import mkfs, placement
 from retainzfs.evaluation.simulator import Simulator
 from retainzfs.evaluation.workload import PAPER, Save, Workload
-from retainzfs.journal import METADATA_ZONES_MIN
-from retainzfs.placement import Step, View
-from retainzfs.placement.admission import RULES
-from retainzfs.volume import ROOT, Options, Volume
-from retainzfs.zones import EMERGENCY_ZONES, Kind, Zone, ZoneSummary, ZoneTable
+from retainzfs.placement import Step, View, admission
+from retainzfs.replay_target import prepared
+from retainzfs.volume import Options, Volume
+from retainzfs.volume_replay import Driver, EpochClock
+from retainzfs.zone import Kind, Zone, ZoneSummary
+from retainzfs.zones import ZoneTable
 
 LOAD = 0.70  # the paper's
 ZONES = (58, 580, 5800)
 POLICIES = ("retainz", "plan")
-FILE, DIRECTORY = 0o100644, 0o040755
-PIECE = 1 << 20  # bytes of a write
-OPEN, ACTIVE = 8, 9  # of the volume's device; 6 active zones remain for data
 
 
 @dataclass
@@ -187,7 +183,7 @@ def scan(
 
 def cost(policy: str, zones: int, seed: int, way: type[Cached]) -> Cost:
     """Replay one input under the policy's own admission rule."""
-    rule = RULES["priced" if policy.startswith("plan") else "fixed"]()
+    rule = admission.rule(admission.usual("", policy))
     workload = replace(PAPER, zones=zones).make(seed, LOAD)
     replay = way(workload, placement.policy(policy), rule)
     result = replay.run()
@@ -222,58 +218,17 @@ class Metadata:
 
 
 async def _metadata(seed: int) -> Metadata:
+    """Replay the input through a whole volume, and take the size of a snapshot of its journal."""
     workload = PAPER.make(seed, LOAD)
-    count = workload.zones + EMERGENCY_ZONES + METADATA_ZONES_MIN
-    device = MemoryDevice(Geometry(workload.capacity, workload.capacity, count, OPEN, ACTIVE))
-    await device.start()
-    await Volume.format(device, uuid=bytes(16), now_ns=1)
-    options = Options(wall_ns=lambda: int(trio.current_time() * 1e9))
-    async with Volume.mounted(device, options) as volume:
-        tops = [await _directory(volume, f"run{i}", ROOT) for i in range(len(workload.streams))]
-        for top, stream in zip(tops, workload.streams, strict=True):
-            await volume.setxattr(top, b"user.retainz.keep_last", b"%d" % stream.keep)
-        kept = await _directory(volume, "kept", ROOT)
-        await volume.setxattr(kept, b"user.retainz.anchor", b"1")
-        for number, size in enumerate(workload.anchors):
-            await _file(volume, kept, f"model-{number}.pt", size)
-        made: dict[int, tuple[int, bytes]] = {}
-        for event in workload.events:
-            if isinstance(event, Save):
-                name = f"step-{event.generation}"
-                inside = await _directory(volume, name, tops[event.stream])
-                for number, size in enumerate(event.shards):
-                    await _file(volume, inside, f"shard-{number}.pt", size)
-                await volume.setxattr(inside, b"user.retainz.commit", b"1")
-                made[event.generation] = (tops[event.stream], name.encode())
-            else:
-                await _remove(volume, *made.pop(event.generation))
+    part, clock = prepared("mem:", workload), EpochClock()
+    await part.device.start()
+    await mkfs.format_started(part.device)
+    async with Volume.mounted(part.device, clock.keeping(Options())) as volume:
+        await Driver(volume, part, workload, clock, time.perf_counter).run()
         await volume.committer.snapshot()
-        inodes = list(volume.namespace.inodes.values())
-        return Metadata(
-            volume.journal.snapshot_size,
-            sum(not inode.is_dir for inode in inodes),
-            count,
-        )
-
-
-async def _directory(volume: Volume, name: str, parent: int) -> int:
-    return (await volume.make(parent, name.encode(), DIRECTORY, 0, 0)).ino
-
-
-async def _file(volume: Volume, parent: int, name: str, size: int) -> None:
-    ino = (await volume.make(parent, name.encode(), FILE, 0, 0)).ino
-    volume.open(ino)
-    for at in range(0, size, PIECE):
-        await volume.write(ino, at, bytes(min(PIECE, size - at)))
-    await volume.flush(ino)
-    volume.close(ino)
-
-
-async def _remove(volume: Volume, parent: int, name: bytes) -> None:
-    ino = dict(volume.entries(parent))[name]
-    for entry in list(dict(volume.entries(ino))):
-        await volume.unlink(ino, entry)
-    await volume.rmdir(parent, name)
+        inodes = volume.namespace.inodes.values()
+        files = sum(not inode.is_dir for inode in inodes)
+        return Metadata(volume.journal.snapshot_size, files, part.geometry.zone_count)
 
 
 def metadata(seed: int) -> Metadata:

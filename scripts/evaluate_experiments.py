@@ -9,6 +9,7 @@ from retainzfs.evaluation import tables
 from retainzfs.evaluation.experiment import Setting
 from retainzfs.evaluation.tables import WIDE
 from retainzfs.lifetimes import format_size
+from retainzfs.placement import admission
 
 ZENFS, EQUAL, RETAINZ, PLAN = (Setting(n) for n in ("zenfs", "equal-epoch", "retainz", "plan"))
 BARE = Setting("plan-bare")
@@ -76,14 +77,12 @@ def options(setting: Setting) -> str:
 def of(policies: Sequence[Setting], **changes: object) -> tuple[Setting, ...]:
     """The same policies under other conditions; a rule is for those without their own."""
     made = (replace(policy, **changes) for policy in policies)  # type: ignore[arg-type]
-    return tuple(
-        replace(s, admission="") if s.policy in {"plan", "plan-ahead"} else s for s in made
-    )
+    return tuple(replace(s, admission="") if s.policy in admission.PRICING else s for s in made)
 
 
-def pressure(admission: str) -> Experiment:
+def pressure(rule: str) -> Experiment:
     policies = (ZENFS, EQUAL, RETAINZ, WIDE, PLAN)
-    found = [s for load in LOADS for s in of(policies, load=load, admission=admission)]
+    found = [s for load in LOADS for s in of(policies, load=load, admission=rule)]
     return Experiment(tuple(found))
 
 

@@ -150,7 +150,8 @@ def main_table(page: Page) -> None:
     )
     page.say(
         "In *design*, `plan` without copies in idle time and without what is learned of lateness is"
-        " `plan-bare` here; `plan` and `plan-ahead` come with their own admission rule, `priced`."
+        " `plan-bare` here, which does not let data follow anchors either. `plan` and"
+        " `plan-ahead` come with their own admission rule, `priced`."
     )
     for rule in asked.PRESSURE:
         page.picture(f"pressure-{rule}.png", f"Overhead and write amplification, {rule} admission")

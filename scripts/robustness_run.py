@@ -13,11 +13,11 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from concurrent.futures import ProcessPoolExecutor
 from itertools import product
 from statistics import mean
 
 from retainzfs.evaluation.disturbance import DISTURBANCES, family
+from retainzfs.evaluation.experiment import workers
 from retainzfs.evaluation.robustness import Verdict, judge
 
 LOADS = "0.70,0.80,0.84,0.90,0.92"
@@ -40,7 +40,7 @@ def main() -> int:
     inputs = list(product(names, loads, range(arguments.seeds)))
     print(f"{'':<28}{'':>5}  {'overhead':>8}  {'WA':>6}   overhead / zenfs   WA / zenfs    broken")
     broken = 0
-    with ProcessPoolExecutor(arguments.jobs) as pool:
+    with workers(arguments.jobs) as pool:
         found = pool.map(verdict, *zip(*inputs, strict=True))
         for name, load in product(names, loads):
             verdicts = [next(found) for _ in range(arguments.seeds)]

@@ -11,7 +11,7 @@ from retainzfs.layout import BLOCK
 from retainzfs.namespace import Run
 from retainzfs.planning import IN_FLIGHT
 from retainzfs.volume import Volume
-from retainzfs.zones import Kind, Totals
+from retainzfs.zone import Kind, Totals
 
 
 async def check_quiescent(volume: Volume) -> None:

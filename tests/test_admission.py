@@ -55,8 +55,9 @@ def test_the_reserve_is_lent_by_rule() -> None:
     repaid = Priced().first(PLAN, ONE_AND_A_HALF, seen, Room(repaid=True))
     assert repaid is not None, "the deletions give it back"
     assert Priced().first(PLAN, ONE_AND_A_HALF, seen, Room(reserve=0, repaid=True)) is None
-    last = Priced().last(PLAN, ONE_AND_A_HALF, seen, Room())
-    assert last is not None, "copying gains no more"
+    assert Priced().last(PLAN, ONE_AND_A_HALF, seen, Room()) is None, "nothing would replace it"
+    last = Priced().last(PLAN, ONE_AND_A_HALF, seen, Room(repaid=True))
+    assert last is not None
     assert fresh(last) == 2
 
 
@@ -100,8 +101,8 @@ def test_no_rule_lends_more_than_the_reserve(
 # Collection
 
 
-def victim(zone: int, live: int, retire: float) -> Victim:
-    return Victim(zone, CAPACITY, live * BLOCK, retire)
+def victim(zone: int, live: int, retire: float, tail: int = 0) -> Victim:
+    return Victim(zone, CAPACITY, live * BLOCK, retire, tail * BLOCK)
 
 
 def test_victims_are_those_that_stay_long_with_little_in_them() -> None:
@@ -134,18 +135,42 @@ def test_anchors_are_copied_to_no_zone_that_ends() -> None:
 def test_what_compaction_gains_by_hand() -> None:
     """16 blocks that stay for 20 E keep a zone of 64: moved to one that stays as long, 64 * 20 are
     won with 16 copied, less what the tails are worth."""
-    idle = Market(CAPACITY, NOW, [], TAIL_WORTH)
+    idle = Market(CAPACITY, NOW, [])
     half = victim(1, 16, 30.0)
-    gain = collection.gain(half, 0, 30.0, partial(2, 32, 30.0), idle)
+    gain = collection.gain(half, partial(2, 32, 30.0), idle)
     assert gain == pytest.approx(64 * 20 / 16)
-    assert collection.gain(half, 0, 30.0, partial(2, 8, 30.0), idle) == -math.inf, "no room"
-    held_up = collection.gain(half, 0, 30.0, partial(2, 32, 20.0), idle)
+    assert collection.gain(half, partial(2, 8, 30.0), idle) == -math.inf, "no room"
+    held_up = collection.gain(half, partial(2, 32, 20.0), idle)
     assert held_up == pytest.approx(64 * (20 - 10) / 16)
-    busy = Market(CAPACITY, NOW, [Arrival(12.0, 8.0, CAPACITY, 4.0)], TAIL_WORTH)
-    assert collection.gain(half, 0, 30.0, partial(2, 32, 30.0), busy) < gain
-    fresh_zone = collection.gain(half, 0, 30.0, None, busy)
+    busy = Market(CAPACITY, NOW, [Arrival(12.0, 8.0, CAPACITY, 4.0)])
+    assert collection.gain(half, partial(2, 32, 30.0), busy) < gain
+    fresh_zone = collection.gain(half, None, busy)
     assert fresh_zone == pytest.approx(TAIL_WORTH * 48 * 8 / 16), "48 blocks can be used again"
-    assert collection.gain(half, 48 * BLOCK, 30.0, None, busy) == 0.0, "nothing dead in it"
+    assert collection.gain(victim(1, 16, 30.0, tail=48), None, busy) == 0.0, "nothing dead in it"
+
+
+def test_the_best_move_is_made_and_none_that_gains_little() -> None:
+    idle = Market(CAPACITY, NOW, [])
+    into = partial(9, 40, 40.0)
+    dear, cheap = victim(1, 32, 40.0), victim(2, 4, 40.0)
+    assert collection.idle_move([(dear, [into]), (cheap, [into])], idle, 1.0) == (cheap, 9)
+    assert collection.idle_move([(victim(3, 33, math.inf), [into])], idle, 1.0) is None, "alive"
+    assert collection.idle_move([(victim(4, 16, 12.0), [into])], idle, 1.0) is None, "soon free"
+    assert collection.idle_move([], idle, 1.0) is None
+
+
+@given(
+    size=st.integers(1, 4 * CAPACITY),
+    tails=st.lists(st.tuples(st.integers(1, 63), st.integers(11, 40)), max_size=5),
+)
+def test_tails_take_what_they_hold_and_no_more(size: int, tails: list[tuple[int, int]]) -> None:
+    seen = {i: partial(i, tail, float(retire)) for i, (tail, retire) in enumerate(tails)}
+    room = {index: zone.tail for index, zone in seen.items()}
+    taken = list(collection.into_tails(Piece(1, size, 25.0), seen, CAPACITY, 1.0))
+    assert sum(nbytes for _, nbytes in taken) == min(size, sum(room.values()))
+    for index, nbytes in taken:
+        room[index] -= nbytes
+    assert room == {index: zone.tail for index, zone in seen.items()}, "what is left of them"
 
 
 def test_a_tail_that_follows_anchors_goes_to_what_lives_longest() -> None:

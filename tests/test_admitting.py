@@ -13,7 +13,7 @@ from retainzfs import placement
 from retainzfs.errors import NoSpace
 from retainzfs.layout import BLOCK
 from retainzfs.volume import ROOT, Volume
-from retainzfs.zones import Kind
+from retainzfs.zone import Kind
 from tests.helpers import (
     DIRECTORY,
     Clock,

@@ -19,7 +19,7 @@ from retainzfs.device.memory import MemoryDevice
 from retainzfs.errors import DeviceError, FSError
 from retainzfs.layout import BLOCK
 from retainzfs.volume import ROOT, Volume
-from retainzfs.zones import Kind
+from retainzfs.zone import Kind
 from tests.helpers import (
     DIRECTORY,
     FILE,

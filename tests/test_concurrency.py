@@ -22,7 +22,7 @@ from retainzfs.device.memory import MemoryDevice
 from retainzfs.errors import FSError, NoSpace
 from retainzfs.layout import BLOCK
 from retainzfs.volume import RENAME_EXCHANGE, ROOT, Volume
-from retainzfs.zones import Zone
+from retainzfs.zone import Zone
 from tests.helpers import (
     DIRECTORY,
     FILE,

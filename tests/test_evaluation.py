@@ -304,7 +304,7 @@ def test_the_same_arguments_say_the_same(capsys: pytest.CaptureFixture[str]) -> 
         ("--csv {0}/no/out.csv", "there is no directory {0}/no"),
         ("--jobs -1", "--jobs -1: give 1 or more"),
         ("--force", "--force and --saves are for replays on a --device"),
-        ("--device memory: --table", "--table is for simulated time; leave out --device"),
+        ("--device mem: --table", "--table is for simulated time; leave out --device"),
     ],
 )
 def test_bad_arguments_are_one_line(

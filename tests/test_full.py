@@ -22,7 +22,7 @@ from retainzfs.layout import BLOCK
 from retainzfs.planning import stored, usable
 from retainzfs.reclaim import GAIN_LEAST
 from retainzfs.volume import ROOT, Volume
-from retainzfs.zones import Kind
+from retainzfs.zone import Kind
 from tests.helpers import (
     DIRECTORY,
     FILE,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from retainzfs.layout import BLOCK, INLINE_SUMS_MAX, RUN_BLOCKS_MAX
 from retainzfs.planning import fit, stored
 from retainzfs.volume import ROOT
-from retainzfs.zones import Kind
+from retainzfs.zone import Kind
 from tests.helpers import DIRECTORY, formatted, mounted, put, small_device, zones_of
 
 

@@ -28,7 +28,8 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
         "hints",
         "hooks",
         "device",
-        "zones inodes replay history sightings",
+        "zone inodes replay history sightings",
+        "zones",
         "maps",
         "namespace placement journal streams",
         "chronicle",
@@ -67,12 +68,13 @@ RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 # waits nor touches a descriptor.
 FUSE_ROOMS = {"fs", "control", "session"}
 PURE = {
-    *("errors", "layout", "lifetimes", "zones", "placement", "inodes", "maps", "namespace"),
+    *("errors", "layout", "lifetimes", "zone", "zones", "placement", "inodes", "maps", "namespace"),
     *("consistency", "config", "chronicle", "history", "sightings", "streams", "contexts"),
     "membership",
-    *("evaluation", "forecast", "completion", "reaping", "retention", "generations"),
+    *("forecast", "completion", "reaping", "retention", "generations"),
 }
 IMPURE = {"trio", "pyfuse3", "subprocess", "socket", "threading", "asyncio"}
+IMPURE |= {"concurrent", "multiprocessing", "signal"}
 
 
 class Imports(ast.NodeVisitor):

@@ -30,7 +30,8 @@ from retainzfs.placement import (
     victim,
 )
 from retainzfs.placement.retainz import Retainz
-from retainzfs.zones import Kind, Zone, ZoneTable
+from retainzfs.zone import Kind, Zone
+from retainzfs.zones import ZoneTable
 
 pytestmark = pytest.mark.pure
 

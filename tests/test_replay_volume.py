@@ -15,16 +15,18 @@ from retainzfs import cli, fsck, mkfs, placement, volume_replay
 from retainzfs.cli.replay_device import of_family, run_on_device
 from retainzfs.device import Geometry, open_target
 from retainzfs.device.memory import MemoryDevice
+from retainzfs.device.pattern import Pattern
 from retainzfs.errors import RetainzError, TargetHoldsData, UsageError
 from retainzfs.evaluation.experiment import Setting
 from retainzfs.evaluation.simulator import Simulator
 from retainzfs.evaluation.workload import FAMILIES, Delete, Family, Save, Workload
 from retainzfs.placement.admission import RULES
-from retainzfs.replay_target import MEMORY, Part, geometry_for, prepared
-from retainzfs.volume import ROOT, Volume
-from retainzfs.volume_replay import EPOCH_S, Driver, EpochClock, Pattern, options, replay
+from retainzfs.replay_target import Part, geometry_for, prepared
+from retainzfs.volume import ROOT, Options, Volume
+from retainzfs.volume_replay import EPOCH_S, Driver, EpochClock, pieces, replay
 from tests.device_backends import zoned_target
 
+MEMORY = "mem:"
 pytestmark = [pytest.mark.volume]
 
 KIB = 1 << 10
@@ -46,7 +48,7 @@ def kept(workload: Workload) -> dict[int, Save]:
 def test_figures_are_near_the_simulators() -> None:
     workload = replace(FAMILIES["paper"], saves=60).make(1, 0.84)
     simulated = Simulator(workload, placement.policy("retainz"), RULES["fixed"]()).run()
-    found = replay(MEMORY, workload, "retainz").result
+    found = replay(MEMORY, workload, Options(policy="retainz")).result
     assert (found.saves, found.saves_done) == (60, 60)
     assert found.copied_bytes == simulated.copied_bytes == 0, "0.84 is no load to copy at"
     more = found.write_amplification - simulated.write_amplification
@@ -64,7 +66,7 @@ def test_figures_are_near_the_simulators() -> None:
 @pytest.mark.parametrize("name", ["plan", "zenfs"])
 def test_every_kept_byte_is_read_back(name: str) -> None:
     workload = TINY.make(1, 0.90)
-    replayed = replay(MEMORY, workload, name)
+    replayed = replay(MEMORY, workload, Options(policy=name))
     assert replayed.result.saves_done == 16
     lengths = [sum(save.shards) for save in kept(workload).values()]
     assert replayed.verified == sum(workload.anchors) + sum(lengths)
@@ -80,7 +82,7 @@ def test_wrong_bytes_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Volume, "read", lying)
     with pytest.raises(RetainzError, match="does not hold what was written"):
-        replay(MEMORY, TINY.make(1, 0.84), "plan")
+        replay(MEMORY, TINY.make(1, 0.84), Options())
 
 
 def test_a_save_without_room_ends_the_replay() -> None:
@@ -90,7 +92,7 @@ def test_a_save_without_room_ends_the_replay() -> None:
         for event in workload.events
         if isinstance(event, Save)
     )
-    replayed = replay(MEMORY, replace(workload, events=more), "plan")
+    replayed = replay(MEMORY, replace(workload, events=more), Options())
     done = replayed.result.saves_done
     assert 0 < done < replayed.result.saves
     written = [sum(save.shards) for save in more[:done]]
@@ -98,10 +100,10 @@ def test_a_save_without_room_ends_the_replay() -> None:
 
 
 def test_files_differ_everywhere() -> None:
-    pattern = Pattern()
+    pattern = Pattern(1)
     seen: dict[bytes, tuple[int, int]] = {}
     for file in range(40):
-        content = b"".join(bytes(piece) for _, piece in pattern.pieces(file, 300 * KIB + 1))
+        content = b"".join(bytes(piece) for _, piece in pieces(pattern, file, 300 * KIB + 1))
         assert len(content) == 300 * KIB + 1
         for at in range(0, 300 * KIB, 4096):
             assert seen.setdefault(content[at : at + 64], (file, at)) == (file, at)
@@ -112,7 +114,7 @@ async def driven(workload: Workload, policy: str = "plan") -> dict[tuple[int, in
     part, clock = prepared(MEMORY, workload), EpochClock()
     await part.device.start()
     await mkfs.format_started(part.device)
-    async with Volume.mounted(part.device, options(policy, clock)) as volume:
+    async with Volume.mounted(part.device, clock.keeping(Options(policy=policy))) as volume:
         await Driver(volume, part, workload, clock, lambda: 0.0).run()
         rows = volume.generations(ROOT)
     found = {}
@@ -147,14 +149,14 @@ async def test_the_volume_knows_the_hints_of_the_workload(change: dict[str, floa
 def test_an_image_is_made_and_holds_the_volume(tmp_path: Path) -> None:
     image = str(tmp_path / "image")
     workload = TINY.make(1, 0.84)
-    made = replay(image, workload, "retainz")
+    made = replay(image, workload, Options(policy="retainz"))
     assert not fsck.check(image, scrub=True).findings
     device = open_target(image, readonly=True)
     device.close()
     assert device.geometry == geometry_for(256 * KIB, 40, 6)
     with pytest.raises(TargetHoldsData):
-        replay(image, workload, "retainz")
-    again = replay(image, workload, "retainz", force=True)
+        replay(image, workload, Options(policy="retainz"))
+    again = replay(image, workload, Options(policy="retainz"), force=True)
     assert again.verified == made.verified
 
 
@@ -181,7 +183,7 @@ def test_a_command_replays_what_it_is_asked(tmp_path: Path) -> None:
     ("setting", "said"),
     [
         (Setting("plan", parameters=(("patience", 1.0),)), "--set is for simulated"),
-        (Setting("plan", rank="age"), "no rank 'age'"),
+        (Setting("plan", rank="age"), "no rank of victims 'age'"),
         (Setting("plan", family="none"), "no family 'none'"),
         (Setting("none"), "no placement policy 'none'"),
     ],
@@ -193,7 +195,7 @@ def test_what_a_volume_cannot_choose_is_refused(setting: Setting, said: str) -> 
 
 def test_zones_that_no_volume_has_are_refused() -> None:
     with pytest.raises(UsageError, match="zones; the least is"):
-        volume_replay.replay(MEMORY, replace(TINY.make(1, 0.84), zones=8), "plan")
+        volume_replay.replay(MEMORY, replace(TINY.make(1, 0.84), zones=8), Options())
 
 
 @pytest.mark.zoned
@@ -207,7 +209,7 @@ def test_replays_on_zones_of_the_kernel() -> None:
 
 
 def test_the_same_command_replays_through_a_volume(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ("--device", "memory:", "--saves", 6, "--zone-size", "256K", "--seeds", 1)
+    arguments = ("--device", "mem:", "--saves", 6, "--zone-size", "256K", "--seeds", 1)
     code = cli.main(["replay", *(str(argument) for argument in arguments), "--json"])
     said = capsys.readouterr()
     assert code == 0

@@ -15,7 +15,7 @@ import trio.testing
 from retainzfs.errors import DeviceError, NoSpace
 from retainzfs.journal import METADATA_ZONES_MIN
 from retainzfs.volume import ROOT, FSError, Options, Volume
-from retainzfs.zones import Kind
+from retainzfs.zone import Kind
 from tests.helpers import (
     DIRECTORY,
     FILE,

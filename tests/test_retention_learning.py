@@ -11,7 +11,7 @@ import pytest
 import trio.testing
 
 from retainzfs.volume import ROOT, FSError, Options, Volume
-from retainzfs.zones import Kind
+from retainzfs.zone import Kind
 from tests.helpers import (
     FILE,
     Clock,

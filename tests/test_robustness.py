@@ -13,8 +13,8 @@ from retainzfs.errors import UsageError
 from retainzfs.evaluation.disturbance import DISTURBANCES, family
 from retainzfs.evaluation.measures import Result
 from retainzfs.evaluation.robustness import TOLERATED, Verdict, judge
+from retainzfs.evaluation.trust import HINTS, RECENT, Death, Witness, witness
 from retainzfs.evaluation.workload import Delete, Save, Workload
-from retainzfs.placement.trust import HINTS, RECENT, Death, Witness, witness
 
 pytestmark = pytest.mark.pure
 

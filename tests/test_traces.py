@@ -361,7 +361,7 @@ def test_a_mount_is_recorded_and_replayed(
     assert run("run", file, *arguments) == 0
     plan, retainz = json.loads(capsys.readouterr().out)
     assert plan["seeds"][0]["saves_done"] == retainz["seeds"][0]["saves_done"] == 16
-    assert run("run", file, *arguments, "--device", "memory:") == 0
+    assert run("run", file, *arguments, "--device", "mem:") == 0
     said = capsys.readouterr()
     assert [cell["seeds"][0]["saves_done"] for cell in json.loads(said.out)] == [16, 16]
     assert "16 of 16 saves" in said.err

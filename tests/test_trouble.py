@@ -21,7 +21,7 @@ from retainzfs.errors import (
 )
 from retainzfs.layout import BLOCK
 from retainzfs.volume import ROOT, Volume
-from retainzfs.zones import State
+from retainzfs.zone import State
 from tests.helpers import (
     FILE,
     Clock,

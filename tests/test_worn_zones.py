@@ -14,7 +14,7 @@ from retainzfs.device.faults import FaultDevice
 from retainzfs.errors import Damaged, DeviceError, FSError, NoSpace
 from retainzfs.layout import BLOCK, BatchKind
 from retainzfs.volume import ROOT, Volume
-from retainzfs.zones import Kind, State
+from retainzfs.zone import Kind, State
 from tests.helpers import (
     content,
     formatted,

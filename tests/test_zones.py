@@ -7,7 +7,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from retainzfs.errors import NoSpace
 from retainzfs.placement import to_finish
-from retainzfs.zones import Kind, State, Totals, Zone, ZoneTable, slot_limits, summary
+from retainzfs.zone import Kind, State, Totals, Zone, summary
+from retainzfs.zones import ZoneTable, slot_limits
 
 pytestmark = pytest.mark.pure
 

@@ -55,10 +55,29 @@ def add_commands(commands: Commands) -> None:
     device_options(command)
     output_options(command)
     command.set_defaults(run=_replay)
-    replay_traces.add_commands(command.add_subparsers(title="traces", metavar="ACTION"))
+    replay_traces.add_commands(
+        command.add_subparsers(title="traces", metavar="ACTION", action=_WithoutOptions)
+    )
 
 
-# Options, in the groups in which other sources of saves need them
+class _WithoutOptions(argparse._SubParsersAction):  # type: ignore[type-arg]
+    """Refuses options in front of an action: it has its own."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        for name, value in vars(namespace).items():
+            if value != parser.get_default(name):
+                option = name.replace("_", "-")
+                parser.error(f"--{option} has to stand behind {values[0]!r}, if it has it")
+        super().__call__(parser, namespace, values, option_string)
+
+
+# Options
 
 
 def workload_options(command: argparse.ArgumentParser) -> None:

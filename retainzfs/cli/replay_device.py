@@ -5,17 +5,15 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 
 from retainzfs import volume_replay
 from retainzfs.errors import UsageError
-from retainzfs.evaluation.experiment import Cell, Setting
+from retainzfs.evaluation.experiment import Cell, Setting, check_zones
 from retainzfs.evaluation.workload import FAMILIES, Workload
 from retainzfs.lifetimes import format_size
 from retainzfs.replay_target import suited
-
-# Fields of a setting that no volume has, and the options that say them.
-SIMULATED = {"parameters": "--set", "to_tails": "--reserve-only"}
+from retainzfs.volume import Options
 
 Make = Callable[[Setting, int], Workload]
 
@@ -24,7 +22,7 @@ def device_options(command: argparse.ArgumentParser, *, saves: bool = True) -> N
     command.add_argument(
         "--device",
         metavar="TARGET",
-        help="replay through a whole volume, with real bytes, in simulated time: `memory:`, an"
+        help="replay through a whole volume, with real bytes, in simulated time: `mem:`, an"
         " image that is made if need be, or a block device. TARGET is formatted for every replay;"
         " what it holds is lost",
     )
@@ -58,7 +56,9 @@ def of_family(target: str, saves: int | None = None) -> Make:
     def make(setting: Setting, seed: int) -> Workload:
         family = FAMILIES.get(setting.family)
         if family is None:
-            raise UsageError(f"no family {setting.family!r}; known: {', '.join(FAMILIES)}")
+            what = "; bent ones are for simulated time" if "+" in setting.family else ""
+            known = ", ".join(FAMILIES)
+            raise UsageError(f"no family {setting.family!r} for a device; known: {known}{what}")
         active = setting.active or family.active
         size, zones = setting.zone_size or family.zone_size, family.zones
         own = suited(target, zones, active)
@@ -66,6 +66,7 @@ def of_family(target: str, saves: int | None = None) -> Make:
             size, zones, active = own
             if setting.zone_size not in (0, size):
                 raise UsageError(f"{target}: its zones hold {size} bytes; leave out --zone-size")
+        check_zones(setting.load, active, size)
         changed = replace(
             family, zone_size=size, zones=zones, active=active, saves=saves or family.saves
         )
@@ -89,12 +90,10 @@ def run_on_device(
     """
     cells = {setting: Cell(setting) for setting in asked}
     for setting in cells:
-        volume_replay.options(setting.policy, volume_replay.EpochClock(), _choices(setting))
+        _options(setting)
     todo = [(setting, seed, make(setting, seed)) for setting in cells for seed in seeds]
     for setting, seed, workload in todo:
-        replayed = volume_replay.replay(
-            target, workload, setting.policy, _choices(setting), force=force
-        )
+        replayed = volume_replay.replay(target, workload, _options(setting), force=force)
         force = True  # what it holds from now on is ours
         cells[setting].results[seed] = result = replayed.result
         print(
@@ -105,12 +104,10 @@ def run_on_device(
     return cells
 
 
-def _choices(setting: Setting) -> dict[str, str]:
-    """What a volume is to choose. Raises UsageError for what is the simulator's alone."""
-    usual = Setting(setting.policy)
-    for field in fields(Setting):
-        option = SIMULATED.get(field.name)
-        if option and getattr(setting, field.name) != getattr(usual, field.name):
-            raise UsageError(f"{option} is for simulated time; leave out --device")
-    rule = setting.rule if "admission" in volume_replay.CHOICES else setting.admission
-    return {"admission": rule, "rank": "" if setting.rank == usual.rank else setting.rank}
+def _options(setting: Setting) -> Options:
+    """How the volume is mounted. Raises UsageError for what there is not, or in simulation only."""
+    if setting.parameters:
+        raise UsageError("--set is for simulated time; leave out --device")
+    if not setting.to_tails:
+        raise UsageError("--reserve-only is for simulated time; leave out --device")
+    return Options(policy=setting.policy, admission=setting.rule, rank=setting.rank)

@@ -11,20 +11,19 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from retainzfs import placement
 from retainzfs.cli.output import print_json, print_table, size_argument
 from retainzfs.cli.replay_device import check_without_device, device_options, run_on_device
 from retainzfs.errors import UsageError
 from retainzfs.evaluation import trace
-from retainzfs.evaluation.experiment import Cell, Setting
+from retainzfs.evaluation.experiment import Cell, Setting, check_zones, ways
+from retainzfs.evaluation.measures import Result
 from retainzfs.evaluation.simulator import Simulator
-from retainzfs.evaluation.workload import BLOCK, Workload
+from retainzfs.evaluation.workload import Workload
 from retainzfs.placement.admission import RULES
 from retainzfs.recording import POLL_S, Recorder
 from retainzfs.replay_target import suited
-from retainzfs.zones import DATA_ACTIVE_LEAST
 
 if TYPE_CHECKING:
     from retainzfs.cli.output import Commands
@@ -145,9 +144,7 @@ def _run(given: argparse.Namespace) -> int:
         for name in given.policy or ["plan"]
     ]
     for setting in asked:
-        placement.policy(setting.policy)
-        if setting.rule not in RULES:
-            raise UsageError(f"no admission rule {setting.rule!r}; known: {', '.join(RULES)}")
+        ways(setting)
     if given.device is None:
         check_without_device(given)
         cells = {s: Cell(s, {0: _simulated(s, workload)}) for s in asked}
@@ -161,13 +158,10 @@ def _run(given: argparse.Namespace) -> int:
 
 def _workload(recorded: trace.Trace, given: argparse.Namespace) -> Workload:
     """Raises UsageError for zones that cannot be."""
-    if not 0 < given.load <= 1:
-        raise UsageError(f"a load of {given.load:g} is no share of the device; give 0 to 1")
     size, active = given.zone_size or recorded.zone_capacity, given.active or recorded.active
-    if active < DATA_ACTIVE_LEAST:
-        raise UsageError(f"{active} active zones are too few; data need {DATA_ACTIVE_LEAST}")
-    if size % BLOCK or given.zones < 0:
-        raise UsageError(f"zones of {size} bytes: give a multiple of {BLOCK}, and --zones above 0")
+    check_zones(given.load, active, size)
+    if given.zones < 0:
+        raise UsageError(f"--zones {given.zones}: give 1 or more")
     own = None if given.device is None else suited(given.device, trace.COUNT_MOST, active)
     if own is not None:
         size, most, active = own
@@ -186,8 +180,9 @@ def _load(workload: Workload) -> float:
     return peak / (workload.zones * workload.capacity)
 
 
-def _simulated(setting: Setting, workload: Workload) -> Any:
-    return Simulator(workload, placement.policy(setting.policy), RULES[setting.rule]()).run()
+def _simulated(setting: Setting, workload: Workload) -> Result:
+    policy, rule, rank = ways(setting)
+    return Simulator(workload, policy, rule, rank=rank).run()
 
 
 def _report(workload: Workload, cells: Mapping[Setting, Cell], *, as_json: bool) -> None:

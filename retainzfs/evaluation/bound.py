@@ -27,7 +27,6 @@ import math
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -35,7 +34,7 @@ from typing import Any, Final, NamedTuple
 
 from retainzfs import placement
 from retainzfs.errors import UsageError
-from retainzfs.evaluation.experiment import Setting
+from retainzfs.evaluation.experiment import Setting, workers
 from retainzfs.evaluation.offline import (
     Instance,
     Piece,
@@ -121,7 +120,7 @@ def table(
     made = partial(rows, saves=saves, time_limit_s=time_limit_s, family=family)
     if jobs == 1:
         return [row for seed in seeds for row in made(seed)]
-    with ProcessPoolExecutor(jobs) as pool:
+    with workers(jobs) as pool:
         return [row for found in pool.map(made, seeds) for row in found]
 
 

@@ -363,11 +363,16 @@ DISTURBANCES: Final[dict[str, Disturbance]] = {
 }
 
 
+# What changes the hints of whatever saves there are, and nothing else.
+TELLING: Final = frozenset({"random", "constant", "late", "early"})
+
+
 def family(name: str) -> Family:
     """The family of that name, bent by the disturbances that it names: `paper`, `paper+random`,
-    `small+interleaved+late`. The saves are those of the first name.
+    `small+interleaved+late`. The saves are those of the first name; what bends the saves themselves
+    comes first, since hints are told of what is saved, and there is one such at most.
 
-    Raises UsageError for a name that does not exist.
+    Raises UsageError for a name that does not exist, or that cannot stand there.
     """
     base, *disturbances = name.split("+")
     if base not in FAMILIES:
@@ -376,6 +381,12 @@ def family(name: str) -> Family:
         if disturbance not in DISTURBANCES:
             known = ", ".join(DISTURBANCES)
             raise UsageError(f"no disturbance {disturbance!r} of {base}; known: {known}")
+    for disturbance in disturbances[1:]:
+        if disturbance not in TELLING:
+            raise UsageError(
+                f"{name}: {disturbance!r} stands first or not at all; behind another can stand"
+                f" {', '.join(sorted(TELLING))}"
+            )
     if not disturbances:
         return FAMILIES[base]
 

@@ -6,6 +6,7 @@ import math
 import signal
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from statistics import mean
 from typing import Any
@@ -16,9 +17,9 @@ from retainzfs.evaluation import disturbance
 from retainzfs.evaluation.measures import Result
 from retainzfs.evaluation.simulator import Observer, Simulator
 from retainzfs.evaluation.workload import BLOCK, Workload
-from retainzfs.placement import Policy
-from retainzfs.placement.admission import RULES, Rule
-from retainzfs.placement.collection import RANKS, Rank
+from retainzfs.placement import Policy, admission, collection
+from retainzfs.placement.admission import Rule
+from retainzfs.placement.collection import Rank
 from retainzfs.zones import DATA_ACTIVE_LEAST
 
 # The mean and the least and greatest of these are reported.
@@ -31,7 +32,7 @@ ZONE_LEAST = 64 * BLOCK  # padding would be most of a smaller one
 class Setting:
     """One cell of a table.
 
-    `admission` "" is the policy's own: `priced` for `plan`, else `fixed`; `active` and `zone_size`
+    `admission` "" is the policy's usual one (`admission.usual`); `active` and `zone_size`
     0 are the family's.
     """
 
@@ -47,9 +48,7 @@ class Setting:
 
     @property
     def rule(self) -> str:
-        if self.admission:
-            return self.admission
-        return "priced" if self.policy in {"plan", "plan-ahead"} else "fixed"
+        return admission.usual(self.admission, self.policy)
 
     @property
     def label(self) -> str:
@@ -101,28 +100,28 @@ def _finite(values: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def check_zones(load: float, active: int, size: int) -> None:
+    """Raises UsageError for a load or zones that cannot be."""
+    if not 0 < load <= 1:
+        raise UsageError(f"a load of {load} is no share of the device; give 0 to 1")
+    if active < DATA_ACTIVE_LEAST:
+        raise UsageError(f"{active} active zones are too few; data need {DATA_ACTIVE_LEAST}")
+    if size % BLOCK or size < ZONE_LEAST:
+        raise UsageError(f"zones of {size} bytes: give a multiple of {BLOCK} from {ZONE_LEAST} on")
+
+
 def workload(setting: Setting, seed: int) -> Workload:
     """Raises UsageError for a family or a load that does not exist, and for impossible zones."""
     family = disturbance.family(setting.family)
-    if not 0 < setting.load <= 1:
-        raise UsageError(f"a load of {setting.load} is no share of the device; give 0 to 1")
-    active = setting.active or family.active
-    if active < DATA_ACTIVE_LEAST:
-        raise UsageError(f"{active} active zones are too few; data need {DATA_ACTIVE_LEAST}")
-    size = setting.zone_size or family.zone_size
-    if size % BLOCK or size < ZONE_LEAST:
-        raise UsageError(f"zones of {size} bytes: give a multiple of {BLOCK} from {ZONE_LEAST} on")
+    active, size = setting.active or family.active, setting.zone_size or family.zone_size
+    check_zones(setting.load, active, size)
     return replace(family, active=active, zone_size=size).make(seed, setting.load)
 
 
 def ways(setting: Setting) -> tuple[Policy, Rule, Rank]:
     """Policy, admission and choice of victims. Raises UsageError for what does not exist."""
-    if setting.rule not in RULES:
-        raise UsageError(f"no admission rule {setting.rule!r}; known: {', '.join(RULES)}")
-    if setting.rank not in RANKS:
-        raise UsageError(f"no rank of victims {setting.rank!r}; known: {', '.join(RANKS)}")
     policy = placement.policy(setting.policy, **dict(setting.parameters))
-    return policy, RULES[setting.rule](), RANKS[setting.rank]
+    return policy, admission.rule(setting.rule), collection.ranking(setting.rank)
 
 
 def simulator(setting: Setting, seed: int, observer: Observer | None = None) -> Simulator:
@@ -160,17 +159,22 @@ def run(
         for setting, seed in asked:
             yield setting, seed, replay(setting, seed)
         return
-    # Who interrupts this process wants it to end, and has no use for the tracebacks of others.
-    pool = ProcessPoolExecutor(jobs, initializer=signal.signal, initargs=_DEAF)
-    try:
+    with workers(jobs) as pool:
         running = {pool.submit(replay, *one): one for one in asked}
         for done in as_completed(running):
             yield (*running[done], done.result())
+
+
+@contextmanager
+def workers(jobs: int) -> Iterator[ProcessPoolExecutor]:
+    """So many processes. Who interrupts this one wants it to end, and has no use for the tracebacks
+    of others."""
+    deaf = (signal.SIGINT, signal.SIG_IGN)
+    pool = ProcessPoolExecutor(jobs, initializer=signal.signal, initargs=deaf)
+    try:
+        yield pool
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-_DEAF = (signal.SIGINT, signal.SIG_IGN)
 
 
 def cells(found: Iterable[tuple[Setting, int, Result]]) -> Mapping[Setting, Cell]:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Final, NamedTuple
 
+from retainzfs.evaluation.trust import HINTS, RECENT, Death, Witness, witness
 from retainzfs.placement import Arrival
-from retainzfs.placement.trust import HINTS, RECENT, Death, Witness, witness
 
 OVERRUN: Final = 0.05  # of a generation's size; it fits into what its last zone has left
 

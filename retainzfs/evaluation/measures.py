@@ -6,6 +6,11 @@ import math
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
+from retainzfs.evaluation.workload import Workload
+from retainzfs.zone import Totals
+
+EXACT: Final = 1e-9  # epochs that count as none
+
 
 class Costs(NamedTuple):
     """A device model, in milliseconds: a mid-range zoned drive, writes of a few commands deep."""
@@ -38,6 +43,35 @@ class Result:
     finishes: int = 0
     borrowed: int = 0
     stranded_bytes: int = 0  # written by the device's own finish, if it pads
+
+
+class Meter:
+    """Measures a replay as it goes on: byte-time of dead bytes and of tails, and each save."""
+
+    def __init__(self, workload: Workload) -> None:
+        self._capacity, self._warm_up = workload.capacity, workload.warm_up
+        self._dead = self._tails = 0.0
+        self._saves: list[tuple[float, float]] = []
+
+    def passes(self, now: float, until: float, totals: Totals) -> None:
+        """From `now` on the zones stay as they are."""
+        counted = until - max(now, self._warm_up)
+        if counted > 0:
+            self._dead += totals.dead * counted
+            self._tails += (totals.tail + totals.stranded) * counted
+
+    def saved(self, nbytes: float, took_ms: float) -> None:
+        """A save is done, for which so many bytes were written, copies included."""
+        self._saves.append((nbytes / self._capacity, took_ms))
+
+    def finish(self, result: Result, now: float) -> None:
+        """Put what was measured until now into a result."""
+        span = max(now - self._warm_up, EXACT) * self._capacity
+        result.invalid_zones, result.tail_zones = self._dead / span, self._tails / span
+        result.overhead_zones = result.invalid_zones + result.tail_zones
+        result.saves_done = len(self._saves)
+        result.p99_zones = percentile([zones for zones, _ in self._saves], 0.99)
+        result.p99_ms = percentile([ms for _, ms in self._saves], 0.99)
 
 
 def percentile(values: list[float], share: float) -> float:

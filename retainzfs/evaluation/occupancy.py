@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from retainzfs.evaluation.experiment import Setting, simulator
 from retainzfs.evaluation.simulator import Simulator
-from retainzfs.zones import State
+from retainzfs.zone import State
 
 
 class Content(NamedTuple):

@@ -18,10 +18,10 @@ from typing import NamedTuple
 
 from retainzfs.evaluation.simulator import Simulator
 from retainzfs.evaluation.workload import Delete, Save, Workload
-from retainzfs.placement import Arrival, Policy
+from retainzfs.placement import PLENTY, Arrival, Policy
 from retainzfs.placement.admission import Fixed
-from retainzfs.placement.plan import NONE, PLENTY, TAIL_WORTH, Market, Offers, Option, Tail
-from retainzfs.zones import Zone
+from retainzfs.placement.plan import NONE, Market, Offers, Option, Tail
+from retainzfs.zone import Zone
 
 
 class Generation(NamedTuple):
@@ -178,12 +178,12 @@ class Path(NamedTuple):
     before: Path | None = None
 
 
-def search(case: Instance, width: int, worth: float = TAIL_WORTH) -> list[Piece]:
+def search(case: Instance, width: int) -> list[Piece]:
     """The best placement among those that a beam of `width` paths meets. Raises ValueError if it
     needs more zones than there are."""
     beam = [Path(0.0, [])]
     for number, generation in enumerate(case.generations):
-        market = Market(case.capacity, generation.time, _coming(case, number), worth)
+        market = Market(case.capacity, generation.time, _coming(case, number))
         found = []
         for long in beam:
             path = long._replace(tails=market.alive(long.tails))
@@ -214,8 +214,7 @@ def _follow(case: Instance, path: Path, option: Option, number: int, market: Mar
     retire = case.generations[number].retire
     pieces = [Piece(number, path.tails[i].zone, path.tails[i].size) for i in option.filled]
     touched = list(option.filled)
-    gone = {*option.filled, option.last, option.finished}
-    tails = [tail for i, tail in enumerate(path.tails) if i not in gone]
+    tails = market.left(option, path.tails, retire, number)
     opened = option.fresh
     # Names of zones that are full at once are like no save's.
     count = len(case.generations)
@@ -224,11 +223,9 @@ def _follow(case: Instance, path: Path, option: Option, number: int, market: Mar
         last = path.tails[option.last]
         touched.append(option.last)
         pieces.append(Piece(number, last.zone, option.rest))
-        tails.append(market.tail(last.zone, last.size - option.rest, max(last.retire, retire)))
     elif option.rest:
         opened += 1
         pieces.append(Piece(number, number, option.rest))
-        tails.append(market.tail(number, case.capacity - option.rest, retire))
     cost = path.cost + opened * case.capacity * (retire - market.now)
     cost += sum(case.capacity * max(0.0, retire - path.tails[i].retire) for i in touched)
     # What frees slots comes first, what takes one for long comes last.

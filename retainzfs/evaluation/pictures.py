@@ -249,6 +249,7 @@ _DASHES: Final = ("-", "--", "-.", ":", "-")
 
 # Zones over time
 
+WINDOW: Final = (130, 190)  # epochs shown, of a replay that is as long
 ROWS: Final = 10  # pixels of a zone
 COLUMNS: Final = 8  # pixels of an epoch
 DARKEST: Final = 0.3  # of the colour scale; below it a colour looks like black
@@ -258,14 +259,12 @@ FOREVER: Final = (0.72, 0.72, 0.72)
 TAIL: Final = (0.93, 0.42, 0.42)
 
 
-def occupancy(
-    cells: Sequence[Cell], path: Path, window: tuple[int, int] = (130, 190), seed: int | None = None
-) -> None:
+def occupancy(cells: Sequence[Cell], path: Path) -> None:
     """What the zones of one input hold, epoch by epoch, a panel for every cell. Zones that hold
     nothing but what never retires are left out."""
-    strips = [(cell, strip(cell.setting, _seed(cell, seed))) for cell in cells]
+    strips = [(cell, strip(cell.setting, min(cell.results))) for cell in cells]
     ends = [end for _, kept in strips for end in kept.ends[-1:]]
-    first, last = window if min(ends) >= window[1] else (0, max(2, int(max(ends))))
+    first, last = WINDOW if min(ends) >= WINDOW[1] else (0, max(2, int(max(ends))))
     shown = [(cell, kept, _moving(kept, first, last)) for cell, kept in strips]
     heights = [max(1, len(zones)) for _, _, zones in shown]
     figure = _figure(10, 2.4 + 0.11 * sum(heights))
@@ -284,14 +283,10 @@ def occupancy(
         for row in range(1, len(zones)):
             axis.axhline(row, color="white", linewidth=0.5)
         said = f"{cell.setting.label}, load {cell.setting.load:.0%}, {cell.setting.rule}"
-        axis.set_title(f"{said}, seed {_seed(cell, seed)}", fontsize=10, loc="left")
+        axis.set_title(f"{said}, seed {min(cell.results)}", fontsize=10, loc="left")
     axes[-1, 0].set_xlabel("epoch")
     _key(figure, axes, (first, last))
     _save(figure, path)
-
-
-def _seed(cell: Cell, seed: int | None) -> int:
-    return min(cell.results) if seed is None else seed
 
 
 def _moving(kept: Strip, first: int, last: int) -> list[int]:

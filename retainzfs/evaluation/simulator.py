@@ -1,8 +1,10 @@
 """Replays a workload on a table of zones, in simulated time: no device, no bytes.
 
-Placement, admission and collection are those of a mount (retainzfs.placement); what a mount does
-with bytes, this does with numbers. Overhead is what the paper reports: the time average, in zones,
-of dead bytes that were not reset yet (invalid) and of room in zones that are in use (tail).
+Policies, rules and ranks are those of a mount (retainzfs.placement); what a mount does with bytes,
+this does with numbers. What is learned of hints is not: see `trust`.
+
+Overhead is what the paper reports: the time average, in zones, of dead bytes that were not reset
+yet (invalid) and of room in zones that are in use (tail).
 """
 
 from __future__ import annotations
@@ -10,13 +12,12 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Final, NamedTuple
 
 from retainzfs.errors import UsageError
 from retainzfs.evaluation.knowledge import Knowledge
-from retainzfs.evaluation.measures import DRIVE, Costs, Result, percentile
+from retainzfs.evaluation.measures import DRIVE, Meter, Result
 from retainzfs.evaluation.workload import BLOCK, Delete, Save, Workload
 from retainzfs.placement import (
     Arrival,
@@ -31,8 +32,9 @@ from retainzfs.placement import (
     to_finish,
 )
 from retainzfs.placement.admission import Room, Rule, anywhere, fresh
-from retainzfs.placement.plan import TAIL_WORTH, Market
-from retainzfs.zones import COLLECTION_ACTIVE, JOURNAL_ACTIVE, Kind, Zone, ZoneTable
+from retainzfs.placement.plan import Market
+from retainzfs.zone import Kind, Zone, summary
+from retainzfs.zones import COLLECTION_ACTIVE, JOURNAL_ACTIVE, ZoneTable
 
 GAIN_LEAST: Final = 4 * BLOCK  # copying a zone for less would run in circles
 UNKNOWN: Final = -1  # generation of no stream
@@ -59,12 +61,11 @@ class Simulator:
         rule: Rule,
         *,
         rank: collection.Rank = collection.by_dead_time,
-        costs: Costs = DRIVE,
         to_tails: bool = True,
         observer: Observer | None = None,
     ) -> None:
         self.workload, self.policy, self.rule = workload, policy, rule
-        self.rank, self.costs = rank, costs
+        self.rank, self.costs = rank, DRIVE
         self.to_tails, self.observer = to_tails, observer
         ledger = workload.active + JOURNAL_ACTIVE + COLLECTION_ACTIVE
         self.table = ZoneTable(workload.capacity, workload.zones, ledger, 0)
@@ -79,6 +80,7 @@ class Simulator:
         self.known = [Knowledge(s.keep, s.cadence) for s in workload.streams]
         self.milestones = False
         self.result = Result(saves=workload.saves)
+        self.meter = Meter(workload)
         self._host = self._logical = 0
         self._moved = 0  # bytes written and copied for the save that is under way
         self._ms = 0.0
@@ -86,8 +88,6 @@ class Simulator:
         self._idle = 0  # bytes copied in idle time
         self._loan: int | None = None  # the generation that may take the zone that is held back
         self._parts: dict[int, tuple[int, float]] = {}  # generation -> the two above, so far
-        self._saves: list[tuple[int, float]] = []
-        self._sums = [0.0, 0.0]  # byte-time of dead bytes and of tails
         self._deciding_ns = 0
 
     # The run
@@ -122,11 +122,7 @@ class Simulator:
             return
         if self.policy.compacts:
             self._compact()
-        counted = until - max(self.now, self.workload.warm_up)
-        if counted > 0:
-            totals = self.table.totals
-            self._sums[0] += totals.dead * counted
-            self._sums[1] += (totals.tail + totals.stranded) * counted
+        self.meter.passes(self.now, until, self.table.totals)
         if self.observer is not None:
             self.observer(self, until)
         self.now = until
@@ -148,19 +144,14 @@ class Simulator:
         self.known[save.stream].company.append(save.generation in self._company)
         size = sum(self.where[save.generation].values())
         self.known[save.stream].saved(self.now, *self.sizes.pop(save.generation), size)
-        self.result.saves_done += 1
-        self._saves.append((self._moved, self._ms))
+        self.meter.saved(self._moved, self._ms)
         return True
 
     def _finished(self) -> Result:
         result = self.result
-        span = max(self.now - self.workload.warm_up, 1e-9) * self.capacity
-        result.invalid_zones, result.tail_zones = (value / span for value in self._sums)
-        result.overhead_zones = result.invalid_zones + result.tail_zones
+        self.meter.finish(result, self.now)
         result.write_amplification = self._host / self._logical if self._logical else math.nan
         result.decision_us = self._deciding_ns / 1000 / max(1, result.saves_done)
-        result.p99_zones = percentile([moved / self.capacity for moved, _ in self._saves], 0.99)
-        result.p99_ms = percentile([ms for _, ms in self._saves], 0.99)
         return result
 
     # Placement
@@ -278,8 +269,8 @@ class Simulator:
         # Its generations that are due: those that the save will retire.
         due = {
             generation
-            for generation, own in self.streams.items()
-            if own == stream and self.hints[generation] <= self.now and generation in self.where
+            for generation in self.where
+            if self.streams[generation] == stream and self.hints[generation] <= self.now
         }
         zones = {zone for generation in due for zone in self.where[generation]}
         return Room(reserve, any(self.table[z].live.keys() <= due for z in zones))
@@ -354,7 +345,7 @@ class Simulator:
     def _collect(self) -> bool:
         """Empty the best victim; False when there is none that gains room."""
         victims = [
-            collection.Victim(z.index, z.capacity, z.live_bytes, self._latest(z))
+            self._victim(z)
             for z in self.table.zones
             if z.live_bytes
             and not (z.kind is Kind.COLLECTION and z.active)
@@ -407,27 +398,22 @@ class Simulator:
     def _moves(self, victim: Zone, tails: list[Zone]) -> list[Move] | None:
         """How to empty a zone into these tails, and what they do not hold into a fresh one (None
         as its index). None if that is not possible."""
-        seen = {zone.index: self._summary(zone) for zone in tails if zone.tail}
+        seen = {zone.index: self._seen(zone) for zone in tails}
         begun = self.table.partial(Kind.COLLECTION)
         fresh = self.capacity if self.table.empty and not begun else 0
         moves: list[Move] = []
         for piece in self._pieces(victim):
             left = piece.size
-            while left:
-                zones = list(seen.values())
-                into = collection.destination(
-                    piece, left, zones, self.capacity, 1.0, apart=self.policy.apart
-                )
-                if into is None:
-                    if left > fresh:
-                        return None
-                    moves.append(Move(piece.generation, None, left))
-                    fresh -= left
-                    break
-                nbytes = min(left, into.tail)
-                moves.append(Move(piece.generation, into.index, nbytes))
-                seen[into.index] = replace(into, tail=into.tail - nbytes)
+            for index, nbytes in collection.into_tails(
+                piece, seen, self.capacity, 1.0, apart=self.policy.apart
+            ):
+                moves.append(Move(piece.generation, index, nbytes))
                 left -= nbytes
+            if left > fresh:
+                return None
+            if left:
+                moves.append(Move(piece.generation, None, left))
+                fresh -= left
         return moves
 
     def _empty(self, victim: Zone, moves: list[Move]) -> None:
@@ -449,10 +435,6 @@ class Simulator:
             if zone.partial and self.table.has_slot(kind := self._kind(zone)):
                 self.table.adopt(zone, kind)
 
-    def _summary(self, zone: Zone) -> ZoneSummary:
-        times = [max(self.retire_of(g), self.now + 1.0) for g in zone.live] or [-math.inf]
-        return ZoneSummary(zone.index, zone.tail, 0, max(times), min(times))
-
     def _copy(self, generation: int, source: Zone, into: Zone, nbytes: int) -> None:
         self._put(into, generation, nbytes)
         self.table.drop_live(source, generation, nbytes, 0)
@@ -467,32 +449,28 @@ class Simulator:
 
     def _compact(self) -> None:
         """Move zones that are mostly dead whole into other tails, where that pays by itself."""
-        while (found := max(self._compactable(), default=None)) is not None:
-            _, number, into = found
-            victim = self.table[-number]
-            if self._idle + victim.live_bytes > collection.IDLE_SHARE * self._logical:
+        while (move := self._idle_move()) is not None:
+            victim, into = move
+            if self._idle + victim.live > collection.IDLE_SHARE * self._logical:
                 break
-            self._idle += victim.live_bytes
-            moves = self._moves(victim, [] if into > 0 else [self.table[-into]])
+            self._idle += victim.live
+            moves = self._moves(self.table[victim.zone], [] if into is None else [self.table[into]])
             assert moves is not None, "it fits, or an empty zone is there"
-            self._empty(victim, moves)
+            self._empty(self.table[victim.zone], moves)
 
-    def _compactable(self) -> Iterator[tuple[float, int, int]]:
-        """Yield (gain, victim, destination), the zones negated: the lowest wins a tie. The
-        destination 1 is a fresh zone."""
-        market = Market(self.capacity, self.now, self._arrivals(), TAIL_WORTH)
-        fresh = self.table.empty and not self.table.active(Kind.COLLECTION)
-        for zone in self.table.zones:
-            if not 0 < zone.live_bytes <= self.capacity // 2 or zone.kind is not Kind.FINITE:
-                continue
-            last = self._latest(zone)
-            victim = collection.Victim(
-                zone.index, self.capacity, zone.live_bytes, max(last, self.now + 1.0)
-            )
-            for other in [*self._tails(zone), None]:
-                into = None if other is None else self._summary(other)
-                if into is None and not fresh:
-                    continue
-                gain = collection.gain(victim, zone.tail, last, into, market)
-                if gain >= collection.IDLE_GAIN:
-                    yield gain, -zone.index, 1 if other is None else -other.index
+    def _idle_move(self) -> tuple[collection.Victim, int | None] | None:
+        fresh = [None] if self.table.empty and not self.table.active(Kind.COLLECTION) else []
+        choices = (
+            (self._victim(zone), [*(self._seen(tail) for tail in self._tails(zone)), *fresh])
+            for zone in self.table.zones
+            if zone.live_bytes and zone.kind is Kind.FINITE
+        )
+        market = Market(self.capacity, self.now, self._arrivals())
+        return collection.idle_move(choices, market, 1.0)
+
+    def _victim(self, zone: Zone) -> collection.Victim:
+        retire = max(self._latest(zone), self.now + 1.0)
+        return collection.Victim(zone.index, self.capacity, zone.live_bytes, retire, zone.tail)
+
+    def _seen(self, zone: Zone) -> ZoneSummary:
+        return summary(zone, self.retire_of, self.now)

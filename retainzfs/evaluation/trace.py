@@ -16,6 +16,7 @@ from typing import Any, Final, NamedTuple, NoReturn
 
 from retainzfs.errors import UsageError
 from retainzfs.evaluation.workload import BLOCK, WARM_UP, Delete, Save, Stream, Workload
+from retainzfs.lifetimes.prediction import E_PER_CADENCE, weighted_median
 
 VERSION: Final = 1
 MARK: Final = "retainzfs_trace"  # key of the version, in the first line
@@ -23,7 +24,6 @@ TIME_MOST: Final = 1e12  # seconds
 TICK: Final = 1e-3  # seconds; times are written so exactly, saves with less between are one
 SIZE_MOST: Final = 1 << 60  # bytes
 COUNT_MOST: Final = 1 << 32  # zones
-E_PER_CADENCE: Final = 4.0
 WARM_UP_SHARE: Final = 0.25  # of a trace, that is not counted, if that is less than `WARM_UP`
 
 
@@ -221,7 +221,9 @@ def workload(
         raise UsageError(f"{trace.name}: all generations are empty; there is nothing to replay")
     streams = dict.fromkeys(generation.stream for generation in written)
     taught = {s: _teach(trace, [g for g in written if g.stream == s]) for s in streams}
-    unit = _median_cadence(taught.values()) / E_PER_CADENCE
+    cadence = weighted_median((each.cadence, each.size) for each in taught.values())
+    assert cadence is not None, "a trace has streams"
+    unit = cadence / E_PER_CADENCE
     events, anchors = _events(trace, written, taught, unit)
     capacity = (zone_size or trace.zone_capacity) // BLOCK * BLOCK
     peak = sum(anchors) + peak_of(events)
@@ -269,17 +271,6 @@ def _teach(trace: Trace, generations: list[Generation]) -> _Taught:
     keep = max(1, round(median(lives))) if lives else len(generations)
     size = sum(sum(g.files) for g in generations) / len(generations)
     return _Taught(cadence, keep, bool(lives), size)
-
-
-def _median_cadence(taught: Iterable[_Taught]) -> float:
-    """Of the streams, each weighted with the bytes of a save."""
-    ordered = sorted(taught)
-    half = sum(stream.size for stream in ordered) / 2
-    for stream in ordered:
-        half -= stream.size
-        if half <= 0:
-            return stream.cadence
-    return ordered[-1].cadence
 
 
 def _stream(

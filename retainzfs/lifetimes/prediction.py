@@ -6,7 +6,7 @@ K, or a program does not do as it says, K is what the stream's history shows.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from statistics import median_low
 from typing import NamedTuple
 
@@ -14,6 +14,9 @@ from retainzfs.lifetimes.attributes import Policy
 
 CADENCE_HISTORY = 8
 """Saves that a learned cadence looks back on: enough to outvote pauses, few enough to follow."""
+
+E_PER_CADENCE = 4.0
+"""Placement's constants are in quarters of a cadence."""
 
 LAG_LEAST = 0.5
 """Saves. Deletion comes a moment after the save that retires; less than that is no lag."""
@@ -94,3 +97,14 @@ def learned_cadence(intervals: Sequence[float]) -> float | None:
     """
     usable = [value for value in intervals if 0 < value < math.inf]
     return median_low(usable[-CADENCE_HISTORY:]) if usable else None
+
+
+def weighted_median(weighted: Iterable[tuple[float, float]]) -> float | None:
+    """Return the lower weighted median of (value, weight); None of nothing."""
+    ordered = sorted(weighted)
+    half = sum(weight for _, weight in ordered) / 2
+    for value, weight in ordered:
+        half -= weight
+        if half <= 0:
+            return value
+    return None

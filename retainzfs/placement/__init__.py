@@ -16,9 +16,11 @@ from dataclasses import dataclass
 from typing import ClassVar, Final, NamedTuple
 
 from retainzfs.errors import UsageError
-from retainzfs.zones import Kind, Zone, ZoneSummary, ZoneTable, summary
+from retainzfs.zone import Kind, Zone, ZoneSummary, summary
+from retainzfs.zones import ZoneTable
 
 __all__ = [
+    "PLENTY",
     "Arrival",
     "Draft",
     "Plan",
@@ -37,6 +39,7 @@ __all__ = [
     "victim",
 ]
 
+PLENTY: Final = 1 << 30  # zones; as many as anybody wants
 FINISH_HORIZON: Final = 64.0  # E; a tail is worth nothing beyond, whoever lives beside it
 
 
@@ -97,7 +100,7 @@ class Policy:
     apart: ClassVar[bool] = True  # anchors have zones of their own, which it then never sees
     mingles: bool = False  # but without milestones to come, finite data may follow them
     compacts: bool = False  # zones that are mostly dead may be moved together in idle time
-    learns: bool = False  # hints are corrected by how late a stream's deletions have been
+    learns: bool = False  # replays correct its hints as retention does on a mount, for all policies
 
     @property
     def finish_below(self) -> float:
@@ -132,15 +135,14 @@ class Draft:
             del self.zones[zone.index]
             self.slots += 1
 
-    def open(self) -> None:
-        """As much as fits goes to a fresh zone; at the limit of active zones, the cheapest is
-        finished for it. With nothing to finish the caller makes room (`to_finish`)."""
+    def open(self, loser: ZoneSummary | None, tag: int = 0) -> None:
+        """As much as fits goes to a fresh zone, for which `loser` is finished. With nothing to
+        finish the caller makes room (`to_finish`)."""
         nbytes = min(self.view.capacity, self.left)
-        loser = self.loser()
         if loser is not None:
             del self.zones[loser.index]
             self.slots += 1
-        self.steps.append(Step(None, nbytes, loser.index if loser else None))
+        self.steps.append(Step(None, nbytes, loser.index if loser else None, tag))
         self.left -= nbytes
         self.empties -= 1
 
@@ -182,7 +184,7 @@ def fill(request: Request, view: View) -> Plan:
         if best is not None:
             draft.put(best)
         elif draft.empties > 0:
-            draft.open()
+            draft.open(draft.loser())
         else:
             break
     return draft.plan()

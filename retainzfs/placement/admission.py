@@ -4,8 +4,7 @@ One empty zone is held back for collection. The rules differ in when it may be l
 
     fixed     never
     common    at once, if what finds no place in compatible tails fits into it
-    priced    at once, if the deletions that this very save triggers are known to empty a zone;
-              when copying gains no more also if the rest fits into it
+    priced    at once, if the deletions that this very save triggers are known to empty a zone
 
 `priced` asks the policy's prices besides: fresh zones that are missing may be replaced by tails as
 long as that costs little; then copying comes first.
@@ -16,14 +15,13 @@ Pure: the caller copies, and asks again.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Final, NamedTuple, Protocol
 
 from retainzfs.errors import UsageError
-from retainzfs.placement import Plan, Policy, Request, Step, View
+from retainzfs.placement import PLENTY, Plan, Policy, Request, Step, View
 
 PATIENCE: Final = 8.0  # E, by which doing without a missing fresh zone may hold up its bytes' room
-PLENTY: Final = 1 << 30  # zones
 
 
 class Room(NamedTuple):
@@ -63,7 +61,6 @@ def _placed(plan: Plan) -> Plan | None:
     return None if plan.unplaced else plan
 
 
-@dataclass(frozen=True, slots=True)
 class Fixed:
     def first(self, policy: Policy, request: Request, view: View, room: Room) -> Plan | None:
         return _placed(policy.plan(request, view))
@@ -72,30 +69,28 @@ class Fixed:
         return None
 
 
-@dataclass(frozen=True, slots=True)
+def _filling(policy: Policy, request: Request, view: View, room: Room) -> Plan | None:
+    """Any tails will do, and the reserve is lent to what fits into it."""
+    view = replace(view, scarce=True)
+    plan = policy.plan(request, view)
+    if not plan.unplaced:
+        return plan
+    if not room.reserve or plan.unplaced > view.capacity:
+        return None
+    return _placed(policy.plan(request, replace(view, empties=view.empties + 1)))
+
+
 class Common:
     def first(self, policy: Policy, request: Request, view: View, room: Room) -> Plan | None:
-        plan = policy.plan(request, view)
-        if not plan.unplaced:
-            return plan
-        filling = policy.plan(request, replace(view, scarce=True))
-        if not filling.unplaced:
-            return filling
-        if not room.reserve or filling.unplaced > view.capacity:
-            return None
-        return _placed(policy.plan(request, replace(view, scarce=True, empties=view.empties + 1)))
+        return _placed(policy.plan(request, view)) or _filling(policy, request, view, room)
 
     def last(self, policy: Policy, request: Request, view: View, room: Room) -> Plan | None:
         return None
 
 
-@dataclass(frozen=True, slots=True)
 class Priced:
-    coupled: bool = True  # whether a borrow may count on the deletions that the save triggers
-    patience: float = PATIENCE
-
     def first(self, policy: Policy, request: Request, view: View, room: Room) -> Plan | None:
-        if self.coupled and room.repaid and room.reserve:
+        if room.repaid and room.reserve:
             view = replace(view, empties=view.empties + 1)
         wish = policy.plan(request, replace(view, empties=PLENTY))
         missing = fresh(wish) - view.empties
@@ -103,20 +98,16 @@ class Priced:
             return _placed(wish)
         plan = policy.plan(request, view)
         displaced = min(missing * view.capacity, request.size)
-        dear = plan.price - wish.price > self.patience * view.unit * displaced
+        dear = plan.price - wish.price > PATIENCE * view.unit * displaced
         return None if plan.unplaced or dear else plan
 
     def last(self, policy: Policy, request: Request, view: View, room: Room) -> Plan | None:
-        plan = policy.plan(request, replace(view, scarce=True))
-        if not plan.unplaced:
-            return plan
-        if not room.reserve or plan.unplaced > view.capacity:
-            return None
-        return _placed(policy.plan(request, replace(view, scarce=True, empties=view.empties + 1)))
+        # Without it, and with no tails, what is deleted here and there could never be collected.
+        return _filling(policy, request, view, room if room.repaid else Room(0))
 
 
 RULES: Final[dict[str, Callable[[], Rule]]] = {"fixed": Fixed, "common": Common, "priced": Priced}
-PRICING: Final = frozenset({"plan", "plan-ahead", "plan-bare"})  # policies whose plans have a price
+PRICING: Final = frozenset({"plan", "plan-ahead"})  # policies that come with it
 
 
 def usual(name: str, policy: str) -> str:

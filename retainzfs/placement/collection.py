@@ -8,7 +8,8 @@ otherwise stay for long.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Final, NamedTuple
 
 from retainzfs.errors import UsageError
@@ -28,6 +29,7 @@ class Victim(NamedTuple):
     capacity: int
     live: int
     retire: float
+    tail: int = 0
 
 
 class Piece(NamedTuple):
@@ -56,7 +58,7 @@ RANKS: Final[dict[str, Rank]] = {"dead-time": by_dead_time, "greedy": greedy}
 def ranking(name: str) -> Rank:
     """The rank of that name. Raises UsageError for an unknown one."""
     if name not in RANKS:
-        raise UsageError(f"no rank {name!r}; known: {', '.join(RANKS)}")
+        raise UsageError(f"no rank of victims {name!r}; known: {', '.join(RANKS)}")
     return RANKS[name]
 
 
@@ -97,17 +99,49 @@ def destination(
     return min(usable, key=lambda zone: (cost(zone), zone.index), default=None)
 
 
-def gain(victim: Victim, tail: int, last: float, into: ZoneSummary | None, market: Market) -> float:
+def into_tails(
+    piece: Piece, tails: dict[int, ZoneSummary], capacity: int, unit: float, *, apart: bool = True
+) -> Iterator[tuple[int, int]]:
+    """Yield (zone, bytes) as tails take a piece, and take that off them (by zone). What they do not
+    take is left."""
+    left = piece.size
+    while left:
+        into = destination(piece, left, list(tails.values()), capacity, unit, apart=apart)
+        if into is None:
+            return
+        nbytes = min(left, into.tail)
+        tails[into.index] = replace(into, tail=into.tail - nbytes)
+        left -= nbytes
+        yield into.index, nbytes
+
+
+def gain(victim: Victim, into: ZoneSummary | None, market: Market) -> float:
     """What moving a zone whole into a tail, or to a fresh zone, gains though nobody needs the room,
-    as zone-time per zone copied; worth it from `IDLE_GAIN` E on. `last` is when the last byte moved
-    retires, and `tail` what the zone has left itself. -inf where it cannot be done."""
+    as zone-time per zone copied. -inf where it cannot be done."""
     if into is None:
-        kept = market.value(victim.capacity - victim.live, last) - market.value(tail, last)
-        return kept / victim.live
-    if not 0 < victim.live <= into.tail or math.isinf(victim.retire + into.retire_max):
+        kept = market.value(victim.capacity - victim.live, victim.retire)
+        return (kept - market.value(victim.tail, victim.retire)) / victim.live
+    if victim.live > into.tail or math.isinf(victim.retire + into.retire_max):
         return -math.inf
-    latest = max(last, into.retire_max)
+    latest = max(victim.retire, into.retire_max)
     won = victim.capacity * (victim.retire - market.now - (latest - into.retire_max))
-    won -= market.value(tail, victim.retire) + market.value(into.tail, into.retire_max)
+    won -= market.value(victim.tail, victim.retire) + market.value(into.tail, into.retire_max)
     won += market.value(into.tail - victim.live, latest)
     return won / victim.live
+
+
+def idle_move(
+    choices: Iterable[tuple[Victim, Iterable[ZoneSummary | None]]], market: Market, unit: float
+) -> tuple[Victim, int | None] | None:
+    """The move that gains most, at least `IDLE_GAIN`: (victim, zone that it goes to, or None for a
+    fresh one). Each victim comes with the tails that it could go to; what is more than half alive
+    is left alone. Ties to what comes first."""
+    best, most = None, -math.inf
+    for victim, tails in choices:
+        if not 0 < victim.live <= victim.capacity // 2:
+            continue
+        for into in tails:
+            won = gain(victim, into, market)
+            if won >= IDLE_GAIN * unit and won > most:
+                best, most = (victim, into.index if into is not None else None), won
+    return best

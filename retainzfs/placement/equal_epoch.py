@@ -25,7 +25,7 @@ class EqualEpoch(Policy):
             zones = [zone for zone in draft.zones.values() if finite(zone)]
             same = [zone for zone in zones if zone.retire_min == retire == zone.retire_max]
             if not same and draft.empties > 0:
-                draft.open()
+                draft.open(draft.loser())
                 continue
             left = draft.left
             rest = min(same or zones, key=lambda z: (max(0, z.tail - left), z.index), default=None)

@@ -20,7 +20,7 @@ class Isolate(Policy):
             return fill(request, view)
         draft = Draft(request, view)
         while draft.left and draft.empties > 0:
-            draft.open()
+            draft.open(draft.loser())
         return draft.plan()
 
 

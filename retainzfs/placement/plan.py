@@ -27,13 +27,12 @@ from heapq import nsmallest
 from itertools import chain, combinations
 from typing import Final, NamedTuple
 
-from retainzfs.placement import Arrival, Plan, Policy, Request, Step, View, fill, finite
+from retainzfs.placement import PLENTY, Arrival, Plan, Policy, Request, Step, View, fill, finite
 
 TAIL_WORTH: Final = 0.95  # flat from 0.90 to 1.00; above 1 tails are hoarded
 FILLED_MOST: Final = 3  # partial zones filled to the end by one plan
 MANY: Final = 8  # partial zones, from which on two have to do
 BEAM: Final = 8  # plans that are followed through the predicted saves
-PLENTY: Final = 1 << 30  # zones
 NONE: Final = -1
 
 
@@ -57,11 +56,6 @@ class Option(NamedTuple):
     fresh: int
     rest: int  # bytes
     finished: int
-
-    @property
-    def opens(self) -> bool:
-        """Whether it takes fresh zones."""
-        return self.fresh > 0 or (self.rest > 0 and self.last == NONE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +154,7 @@ class Market:
     """What tails are worth at one moment, and what plans cost by that."""
 
     def __init__(
-        self, capacity: int, now: float, arrivals: Sequence[Arrival], worth: float
+        self, capacity: int, now: float, arrivals: Sequence[Arrival], worth: float = TAIL_WORTH
     ) -> None:
         self.capacity, self.now, self.worth = capacity, now, worth
         self.arrivals = arrivals
@@ -215,17 +209,24 @@ class Market:
         """Those that are left by now, with what they are worth now."""
         return [self.tail(t.zone, t.size, t.retire) for t in tails if t.retire > self.now]
 
-    def follow(
-        self, first: Option, option: Option, cost: float, tails: Sequence[Tail], retire: float
-    ) -> Followed:
-        """A plan with one more save placed. `Option.price` has the tails left in it already."""
+    def left(
+        self, option: Option, tails: Sequence[Tail], retire: float, fresh: int = NONE
+    ) -> list[Tail]:
+        """The tails that an option leaves; `fresh` names the zone that it opens for its rest."""
         gone = {*option.filled, option.last, option.finished}
         left = [tail for place, tail in enumerate(tails) if place not in gone]
         if option.last != NONE:
             last = tails[option.last]
             left.append(self.tail(last.zone, last.size - option.rest, max(last.retire, retire)))
         elif option.rest:
-            left.append(self.tail(NONE, self.capacity - option.rest, retire))
+            left.append(self.tail(fresh, self.capacity - option.rest, retire))
+        return left
+
+    def follow(
+        self, first: Option, option: Option, cost: float, tails: Sequence[Tail], retire: float
+    ) -> Followed:
+        """A plan with one more save placed. `Option.price` has the tails left in it already."""
+        left = self.left(option, tails, retire)
         worth = sum(tail.value for tail in left)
         return Followed(first, cost + option.price, cost + option.price + worth, left)
 

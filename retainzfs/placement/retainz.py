@@ -62,7 +62,7 @@ class Retainz(Policy):
             if draft.empties > 0:
                 nbytes = min(view.capacity, draft.left)
                 if self.fresh_cost(nbytes, retire, view, draft.loser()) < cost:
-                    draft.open()
+                    draft.open(draft.loser())
                     continue
             if best is None:
                 best, _ = self.cheapest(zones, draft.left, retire, view.now)

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Final
 
 from retainzfs.errors import UsageError
-from retainzfs.placement import Plan, Policy, Request, Step, View, ZoneSummary
+from retainzfs.placement import Draft, Plan, Policy, Request, View, ZoneSummary
 
 EQUAL: Final = 50  # difference of a zone that holds the same lifetime
 NO_MATCH: Final = 100
@@ -90,31 +90,19 @@ class ZenFS(Policy):
         lifetime = MAPPINGS[self.mapping](
             (request.lifetime or request.retire - view.now) / view.unit
         )
-        left = -(-request.size // view.granularity) * view.granularity
-        zones = {zone.index: zone for zone in view.zones if zone.tail}
-        slots, empties, steps = view.slots, view.empties, list[Step]()
-        while left:
-            best, difference = match(zones.values(), lifetime)
-            most = NO_MATCH if view.scarce else EQUAL + (slots <= 0)
+        draft = Draft(request, view)
+        while draft.left:
+            zones = draft.zones.values()
+            best, difference = match(zones, lifetime)
+            most = NO_MATCH if view.scarce else EQUAL + (draft.slots <= 0)
             if best is not None and difference < most:
-                nbytes = min(best.tail, left)
-                steps.append(Step(best.index, nbytes))
-                if nbytes == best.tail:
-                    del zones[best.index]
-                    slots += 1
-            elif empties > 0:
-                finish = None
-                if slots <= 0 and zones:
-                    finish = min(zones.values(), key=lambda z: (z.tail, z.index)).index
-                    del zones[finish]
-                    slots += 1
-                nbytes = min(view.capacity, left)
-                steps.append(Step(None, nbytes, finish, tag=lifetime))
-                empties -= 1
+                draft.put(best)
+            elif draft.empties > 0:
+                loser = min(zones, key=lambda z: (z.tail, z.index), default=None)
+                draft.open(loser if draft.slots <= 0 else None, lifetime)
             else:
                 break
-            left -= nbytes
-        return Plan(steps, left)
+        return draft.plan()
 
 
 def match(zones: Iterable[ZoneSummary], lifetime: Lifetime) -> tuple[ZoneSummary | None, int]:
