@@ -180,9 +180,12 @@ class Market:
     def value(self, size: int, retire: float) -> float:
         """V: byte-time that a tail will save."""
         best = 0.0
-        for lifetime, lost in self.uses(retire):
-            best = max(best, size * lifetime - lost)
-        return self.worth * min(size * (retire - self.now), best)
+        for lifetime, lost in self._uses.get(retire) or self.uses(retire):
+            gain = size * lifetime - lost
+            if gain > best:  # noqa: PLR1730  a call costs more than the rest, and planning is this
+                best = gain
+        idle = size * (retire - self.now)
+        return self.worth * (best if best < idle else idle)
 
     def tail(self, zone: int, size: int, retire: float) -> Tail:
         return Tail(zone, size, retire, self.value(size, retire))
@@ -283,9 +286,12 @@ class Offers:
             if not 0 <= fresh <= self.empties:
                 continue
             price += fresh * self.fresh_cost
+            crowded = self.slots + len(filled) <= 0
             if fresh + (rest > 0) <= self.empties:
-                loser = self._loser(filled, NONE) if fresh or rest else NONE
-                whole = price + self._lost(loser)
+                loser, whole = NONE, price
+                if crowded and (fresh or rest):
+                    loser = self._loser(filled, NONE)
+                    whole += self._lost(loser)
                 if rest:
                     whole += self.fresh_cost - value(capacity - rest, self.retire)
                 if whole < least or every:
@@ -296,9 +302,10 @@ class Offers:
             for i, tail in enumerate(sizes):
                 if tail <= rest or i in filled or (price + self.net[i] >= least and not every):
                     continue
-                loser = self._loser(filled, i) if fresh else NONE
-                shared = price + self.taken[i] + self._lost(loser)
-                shared -= value(tail - rest, self.dies[i])
+                loser, shared = NONE, price + self.taken[i] - value(tail - rest, self.dies[i])
+                if crowded and fresh:
+                    loser = self._loser(filled, i)
+                    shared += self._lost(loser)
                 if shared < least or every:
                     least = shared
                     found.append(Option(shared, filled, i, fresh, rest, loser))
@@ -308,9 +315,7 @@ class Offers:
         return self.tails[loser].value if loser != NONE else 0.0
 
     def _loser(self, filled: tuple[int, ...], last: int) -> int:
-        """The tail that is given up for a fresh zone, if that needs a slot."""
-        if self.slots + len(filled) > 0:
-            return NONE
+        """The tail that is given up for a fresh zone."""
         return next((i for i in self.cheapest if i != last and i not in filled), NONE)
 
 
