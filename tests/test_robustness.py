@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from retainzfs import placement
 from retainzfs.errors import UsageError
 from retainzfs.evaluation.disturbance import DISTURBANCES, family
 from retainzfs.evaluation.measures import Result
 from retainzfs.evaluation.robustness import TOLERATED, Verdict, judge
-from retainzfs.evaluation.trust import HINTS, RECENT, Death, Witness, witness
+from retainzfs.evaluation.simulator import Simulator
+from retainzfs.evaluation.trust import FEWEST, HINTS, RECENT, Death, Witness, witness
 from retainzfs.evaluation.workload import Delete, Save, Workload
+from retainzfs.placement.admission import RULES
 
 pytestmark = pytest.mark.pure
 
-CROWDED = {"interleaved": 0.90}  # two generations under way; above it every policy copies all day
-SAVES = 80  # a third of what the family has; the first 20 epochs warm up
+CROWDED = {"interleaved": 0.86}  # two generations under way; above it every policy copies all day
 EXAMPLES = {"nightly": 100}  # by hypothesis profile
 
 disturbances = pytest.mark.parametrize("name", DISTURBANCES)
@@ -123,12 +124,18 @@ def test_a_steady_life_is_believed_when_hints_are_erratic(late: list[float], lif
 
 
 def test_nothing_is_learned_from_few_deaths_or_from_anchors() -> None:
-    few = [Death(4.0, 10.0)] * (RECENT - 1)
+    few = [Death(4.0, 10.0)] * (FEWEST - 1)
     assert witness(few) is HINTS
     assert witness([*few, Death(-math.inf, 10.0)]) is HINTS
     assert witness([*few, Death(4.0, 10.0)]) == Witness(lag=4.0)
     assert witness([*few, Death(0.0, 10.0)]).lag == 0, "one in time: not late as a rule"
     assert Witness(life=3.0).retirement(math.inf, 1.0, 5.0) == math.inf
+
+
+def test_who_dies_in_time_is_told_by_whom_one_believes() -> None:
+    assert HINTS.late(Death(2.0, 30.0)) == 2.0
+    assert Witness(lag=-8.0).late(Death(-8.0, 30.0)) == 0.0, "always so early: no surprise"
+    assert Witness(life=25.0).late(Death(-100.0, 30.0)) == 5.0
 
 
 def test_what_is_late_is_expected_to_be_late_by_as_much_again() -> None:
@@ -155,6 +162,15 @@ def test_what_a_verdict_compares() -> None:
     assert Verdict(result(2.0, 1.0, done=8), (result(4.0, 1.0, done=8),)).holds
 
 
+@pytest.mark.parametrize(("name", "seed", "load"), [("paper+late", 300, 0.92), ("mixed", 0, 0.95)])
+def test_copies_go_on_in_a_fresh_zone_when_the_one_begun_is_full(
+    name: str, seed: int, load: float
+) -> None:
+    workload = family(name).make(seed, load)
+    done = Simulator(workload, placement.policy("plan"), RULES["priced"]()).run()
+    assert done.saves_done == done.saves
+
+
 @disturbances
 @settings(
     max_examples=EXAMPLES.get(settings.get_current_profile_name(), 2),
@@ -171,7 +187,7 @@ def test_the_default_is_never_worse_than_zenfs(
     name: str, base: str, seed: int, load: float
 ) -> None:
     load = min(load, CROWDED.get(name, load))
-    found = judge(replace(family(f"{base}+{name}"), saves=SAVES).make(seed, load))
+    found = judge(family(f"{base}+{name}").make(seed, load))
     assert found.completed, f"{found.default.saves_done} saves"
     assert found.host_bytes <= TOLERATED, f"{found.host_bytes:.3f} of zenfs's host bytes"
     assert found.overhead <= TOLERATED, f"{found.overhead:.3f} of zenfs's overhead"

@@ -10,6 +10,7 @@ from typing import Final, NamedTuple
 from retainzfs.evaluation.trust import HINTS, RECENT, Death, Witness, witness
 from retainzfs.placement import Arrival
 
+PUNCTUAL: Final = 1e-6  # E; times are sums of floats
 OVERRUN: Final = 0.05  # of a generation's size; it fits into what its last zone has left
 
 
@@ -42,7 +43,7 @@ class Knowledge:
 
     @property
     def deletes_in_time(self) -> bool:
-        return max((death.late for death in self.deaths[-RECENT:]), default=0.0) <= 0.0
+        return all(self.witness.late(death) <= PUNCTUAL for death in self.deaths[-RECENT:])
 
     def expects(self, told: int) -> int:
         """Bytes of the generation that begins: what is told, or as many as the one before had, if

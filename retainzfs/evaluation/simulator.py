@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Final, NamedTuple
 
 from retainzfs.errors import UsageError
-from retainzfs.evaluation.knowledge import Knowledge
+from retainzfs.evaluation.knowledge import PUNCTUAL, Knowledge
 from retainzfs.evaluation.measures import DRIVE, Meter, Result
 from retainzfs.evaluation.workload import BLOCK, Delete, Save, Workload
 from retainzfs.placement import (
@@ -270,7 +270,8 @@ class Simulator:
         due = {
             generation
             for generation in self.where
-            if self.streams[generation] == stream and self.hints[generation] <= self.now
+            if self.streams[generation] == stream
+            and self.retire_of(generation) <= self.now + PUNCTUAL
         }
         zones = {zone for generation in due for zone in self.where[generation]}
         return Room(reserve, any(self.table[z].live.keys() <= due for z in zones))
@@ -400,7 +401,7 @@ class Simulator:
         as its index). None if that is not possible."""
         seen = {zone.index: self._seen(zone) for zone in tails}
         begun = self.table.partial(Kind.COLLECTION)
-        fresh = self.capacity if self.table.empty and not begun else 0
+        fresh = self.capacity if self.table.empty and all(z.index in seen for z in begun) else 0
         moves: list[Move] = []
         for piece in self._pieces(victim):
             left = piece.size
@@ -409,7 +410,8 @@ class Simulator:
             ):
                 moves.append(Move(piece.generation, index, nbytes))
                 left -= nbytes
-            if left > fresh:
+            # What copies have begun is filled before they take a fresh zone.
+            if left > fresh or (left and any(seen[zone.index].tail for zone in begun)):
                 return None
             if left:
                 moves.append(Move(piece.generation, None, left))

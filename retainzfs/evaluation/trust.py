@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from statistics import mean, median
 from typing import Final, NamedTuple
 
-RECENT: Final = 8  # deletions of a stream from which is learned
+RECENT: Final = 8  # deletions of a stream that are looked back upon
+FEWEST: Final = 3  # from which on they tell more than they mislead
 CLEARLY: Final = 1.0  # E, by which a life must have foretold better than hints have
 
 
@@ -41,6 +42,10 @@ class Witness(NamedTuple):
         foretold = hint + self.lag if math.isnan(self.life) else birth + self.life
         return foretold if foretold >= now else 2 * now - foretold
 
+    def late(self, death: Death) -> float:
+        """By how much a generation outlived what would have been foretold."""
+        return death.late - self.lag if math.isnan(self.life) else death.life - self.life
+
 
 HINTS: Final = Witness()
 
@@ -48,7 +53,7 @@ HINTS: Final = Witness()
 def witness(deaths: Sequence[Death], unit: float = 1.0) -> Witness:
     """The better one, from the deaths of a stream's finite generations in their order."""
     recent = [death for death in deaths if math.isfinite(death.late)][-RECENT:]
-    if len(recent) < RECENT:
+    if len(recent) < FEWEST:
         return HINTS
     lates = [death.late for death in recent]
     lives = [death.life for death in recent]
