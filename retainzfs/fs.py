@@ -23,7 +23,6 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import pyfuse3
@@ -48,6 +47,7 @@ GRACE_S = 0.1  # for a request that follows a lookup which was answered just bef
 DROPS_PAGES = tuple(map(int, os.uname().release.split(".")[:2])) >= (6, 6)
 # include/linux/sched.h: a process is ending, was killed by a signal.
 PF_EXITING, PF_SIGNALED = 0x4, 0x400
+PROC_READ = 1 << 14  # bytes; more than a process's stat or status ever has
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -470,11 +470,8 @@ def _expire_inode(ino: int) -> None:
 
 def _process(thread: int) -> int:
     """Return the process of a thread, which may end before the process does; 0 if hidden."""
-    try:
-        status = Path("/proc", str(thread), "status").read_text(errors="replace")
-    except OSError:
-        return 0
-    return int(status.partition("\nTgid:")[2].split(maxsplit=1)[0])
+    status = _read(f"/proc/{thread}/status")
+    return int(status.partition(b"\nTgid:")[2].split(maxsplit=1)[0]) if status else 0
 
 
 def _died(pid: int) -> bool:
@@ -482,10 +479,23 @@ def _died(pid: int) -> bool:
 
     A process that is gone, or hidden, may have handed its file to another: that says nothing.
     """
-    try:
-        status = Path("/proc", str(pid), "stat").read_text(errors="replace")
-    except OSError:
+    status = _read(f"/proc/{pid}/stat")
+    if not status:
         return False
-    fields = status.rpartition(")")[2].split()
+    fields = status.rpartition(b")")[2].split()
     flags, code = int(fields[6]), int(fields[49])  # proc(5): the ninth and the 52nd field
     return bool(flags & PF_SIGNALED or (flags & PF_EXITING and code))
+
+
+def _read(path: str) -> bytes:
+    """Return a file of proc(5), b"" if it is not there. Each close of a file asks: no pathlib."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return b""
+    try:
+        return os.read(descriptor, PROC_READ)
+    except ProcessLookupError:
+        return b""
+    finally:
+        os.close(descriptor)

@@ -58,6 +58,7 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
         "volume_replay",
         "session",
         "mounting",
+        "bench",
         "cli",
         "__main__",
     )
@@ -66,7 +67,7 @@ RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 
 # Outside packages, and who may import them: FUSE stays in the adapter, and what is pure neither
 # waits nor touches a descriptor.
-FUSE_ROOMS = {"fs", "control", "session"}
+FUSE_ROOMS = {"fs", "control", "session", "bench"}
 PURE = {
     *("errors", "layout", "lifetimes", "zone", "zones", "placement", "inodes", "maps", "namespace"),
     *("consistency", "config", "chronicle", "history", "sightings", "streams", "contexts"),

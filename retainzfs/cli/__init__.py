@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 
 from retainzfs import __version__, mounts
-from retainzfs.cli import inspect, lifecycle, policy, replay, scrubbing
+from retainzfs.cli import bench, inspect, lifecycle, policy, replay, scrubbing
 from retainzfs.errors import RetainzError
 
 INTERRUPTED = 130  # 128 + SIGINT, as a shell has it
@@ -27,7 +27,7 @@ def parser() -> argparse.ArgumentParser:
     )
     main_parser.add_argument("--version", action="version", version=f"retainzfs {__version__}")
     commands = main_parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for module in (lifecycle, inspect, policy, scrubbing, replay):
+    for module in (lifecycle, inspect, policy, scrubbing, replay, bench):
         module.add_commands(commands)
     return main_parser
 

@@ -252,7 +252,7 @@ class Offers:
             taken - market.value(tail.size, dies)
             for taken, tail, dies in zip(self.taken, tails, self.dies, strict=True)
         ]
-        self.least_net = min(self.net, default=0.0)
+        self.by_net = sorted(range(len(tails)), key=self.net.__getitem__)
         self.cheapest = sorted(range(len(tails)), key=lambda i: tails[i].value)
         self.fresh_cost = capacity * (retire - market.now)
 
@@ -297,10 +297,13 @@ class Offers:
                 if whole < least or every:
                     least = whole
                     found.append(Option(whole, filled, NONE, fresh, rest, loser))
-            if not rest or (price + self.least_net >= least and not every):
+            if not rest:
                 continue
-            for i, tail in enumerate(sizes):
-                if tail <= rest or i in filled or (price + self.net[i] >= least and not every):
+            for i in self.by_net:
+                if price + self.net[i] >= least and not every:
+                    break
+                tail = sizes[i]
+                if tail <= rest or i in filled:
                     continue
                 loser, shared = NONE, price + self.taken[i] - value(tail - rest, self.dies[i])
                 if crowded and fresh:

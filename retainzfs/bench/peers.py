@@ -1,10 +1,11 @@
-#!/usr/bin/env python3
 """Two small pyfuse3 filesystems to compare with.
 
-bench_peers.py null DIR               takes writes past the page cache and forgets the bytes:
-                                      what FUSE through pyfuse3 can reach at all
-bench_peers.py naive DIR BACKING      what a first attempt looks like: page cache, and each
-                                      write passed on to a file of the directory BACKING
+python -m retainzfs.bench.peers null DIR [FILE]
+    takes writes past the page cache and forgets the bytes, and shows FILE, from memory: what
+    FUSE through pyfuse3 can reach at all
+python -m retainzfs.bench.peers naive DIR BACKING
+    what a first attempt looks like: page cache, and each write passed on to a file of the
+    directory BACKING
 """
 
 from __future__ import annotations
@@ -23,19 +24,25 @@ import trio
 from pyfuse3 import EntryAttributes, FileInfo, FUSEError, RequestContext, SetattrFields
 
 BLOCK_SIZE = 1 << 20
+TIMEOUT_S = 1.0  # as a mount of retainzfs
 
 
 class Null(pyfuse3.Operations):
-    """Files have a name, a mode and a size, no bytes."""
+    """Files have a name, a mode and a size; one may have bytes, `shown`."""
 
     direct_io = True
 
-    def __init__(self) -> None:
+    def __init__(self, shown: Path | None = None) -> None:
         super().__init__()
-        self.names: dict[tuple[int, bytes], int] = {}
+        self.names: dict[int, dict[bytes, int]] = {pyfuse3.ROOT_INODE: {}}
         self.modes: dict[int, int] = {pyfuse3.ROOT_INODE: stat.S_IFDIR | 0o755}
         self.sizes: dict[int, int] = {}
         self.numbers = itertools.count(pyfuse3.ROOT_INODE + 1)
+        self.content = memoryview(b"")
+        if shown is not None:
+            self.content = memoryview(shown.read_bytes())
+            inode = self._make(pyfuse3.ROOT_INODE, os.fsencode(shown.name), stat.S_IFREG | 0o644)
+            self.sizes[inode] = len(self.content)
 
     def _attributes(self, inode: int) -> EntryAttributes:
         entry = EntryAttributes()
@@ -46,24 +53,28 @@ class Null(pyfuse3.Operations):
         entry.st_size = self.sizes.get(inode, 0)
         entry.st_blksize = BLOCK_SIZE
         entry.st_atime_ns = entry.st_mtime_ns = entry.st_ctime_ns = time.time_ns()
+        entry.attr_timeout = entry.entry_timeout = TIMEOUT_S
         return entry
 
     async def lookup(self, parent: int, name: bytes, ctx: RequestContext) -> EntryAttributes:
-        if (parent, name) not in self.names:
+        if name not in self.names[parent]:
             raise FUSEError(errno.ENOENT)
-        return self._attributes(self.names[parent, name])
+        return self._attributes(self.names[parent][name])
 
     def _make(self, parent: int, name: bytes, mode: int) -> int:
         inode = next(self.numbers)
-        self.names[parent, name] = inode
+        self.names[parent][name] = inode
         self.modes[inode] = mode
-        self.sizes[inode] = 0
+        if stat.S_ISDIR(mode):
+            self.names[inode] = {}
+        else:
+            self.sizes[inode] = 0
         return inode
 
     async def mkdir(
         self, parent: int, name: bytes, mode: int, ctx: RequestContext
     ) -> EntryAttributes:
-        return self._attributes(self._make(parent, name, mode))
+        return self._attributes(self._make(parent, name, stat.S_IFDIR | mode))
 
     async def getattr(self, inode: int, ctx: RequestContext) -> EntryAttributes:
         return self._attributes(inode)
@@ -88,9 +99,29 @@ class Null(pyfuse3.Operations):
         inode = self._make(parent, name, mode)
         return FileInfo(fh=inode, direct_io=self.direct_io), self._attributes(inode)
 
+    async def open(self, inode: int, flags: int, ctx: RequestContext) -> FileInfo:
+        return FileInfo(fh=inode, keep_cache=False)
+
     async def unlink(self, parent: int, name: bytes, ctx: RequestContext) -> None:
-        inode = self.names.pop((parent, name))
+        inode = self.names[parent].pop(name)
         del self.modes[inode], self.sizes[inode]
+
+    async def rmdir(self, parent: int, name: bytes, ctx: RequestContext) -> None:
+        inode = self.names[parent].pop(name)
+        del self.modes[inode], self.names[inode]
+
+    async def opendir(self, inode: int, ctx: RequestContext) -> int:
+        return inode
+
+    async def readdir(self, fh: int, start_id: int, token: pyfuse3.ReaddirToken) -> None:
+        entries = itertools.islice(self.names[fh].items(), start_id, None)
+        for position, (name, inode) in enumerate(entries, start_id + 1):
+            if not pyfuse3.readdir_reply(token, name, self._attributes(inode), position):
+                return
+
+    async def read(self, fh: int, offset: int, size: int) -> bytes:
+        # Any contiguous buffer will do.
+        return self.content[offset : offset + size]  # type: ignore[return-value]
 
     async def write(self, fh: int, offset: int, data: bytes) -> int:
         self.sizes[fh] = max(self.sizes[fh], offset + len(data))
@@ -147,6 +178,8 @@ def main(arguments: list[str]) -> int:
     match arguments:
         case ["null", directory]:
             peer = Null()
+        case ["null", directory, shown]:
+            peer = Null(Path(shown))
         case ["naive", directory, backing]:
             peer = Naive(Path(backing))
         case _:
