@@ -139,12 +139,18 @@ def _first_zones(target: str, own: Geometry, wanted: Geometry) -> Geometry:
     return replace(own, zone_count=wanted.zone_count, max_open=limit, max_active=wanted.max_active)
 
 
-def suited(target: str, zones: int, active: int) -> tuple[int, int, int] | None:
+def suited(target: str, zones: int, active: int, zone_size: int) -> tuple[int, int, int] | None:
     """What a workload for a zoned block device has: bytes of a zone, and at most so many data
-    zones, active ones among them. None for a target that takes any zones."""
+    zones, active ones among them. None for a target that takes any zones.
+
+    `zone_size`: bytes that were asked for, 0 for those of the device. Raises UsageError for others.
+    """
     own = own_zones(target)
     if own is None:
         return None
+    if zone_size not in (0, own.zone_capacity):
+        size = own.zone_capacity
+        raise UsageError(f"{target}: its zones hold {size} bytes; leave out --zone-size")
     beside = JOURNAL_ACTIVE + COLLECTION_ACTIVE
     most = own.max_active - beside if own.max_active else active
     return own.zone_capacity, min(zones, data_zones(own)), min(active, most)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Sequence
 from statistics import mean
 
+from retainzfs.cli.output import print_table
 from retainzfs.errors import UsageError
 from retainzfs.evaluation import bound
 from retainzfs.evaluation.workload import FAMILIES
@@ -47,33 +49,22 @@ def main() -> int:
 
 
 def show(rows: Sequence[bound.Row]) -> None:
-    """A line for each seed, and the means with their ratio to that of the best known."""
-    policies = list(dict.fromkeys(row.policy for row in rows))
-    widths = [max(len(name), 10) for name in policies]
-    columns = zip(["certified", "best known", *policies], [10, 10, *widths], strict=True)
-    print("seed ", *(name.rjust(width) for name, width in columns), sep="  ")
-    for seed in dict.fromkeys(row.seed for row in rows):
-        own = [row for row in rows if row.seed == seed]
-        print_line(str(seed), [own[0].certified, own[0].best_known], own, widths)
-    best, least = mean(row.best_known for row in rows), mean(row.certified for row in rows)
-    means = [
-        bound.Row(0, name, mean(row.overhead for row in rows if row.policy == name), best, least)
-        for name in policies
-    ]
-    print_line("mean", [least, best], means, widths)
-    print(
-        "ratio".ljust(29),
-        *(f"{row.ratio:{w}.3f}" for row, w in zip(means, widths, strict=True)),
-        sep="  ",
-    )
-
-
-def print_line(
-    label: str, bounds: Sequence[float], rows: Sequence[bound.Row], widths: Sequence[int]
-) -> None:
-    figures = [f"{value:10.3f}" for value in bounds]
-    figures += [f"{row.overhead:{width}.3f}" for row, width in zip(rows, widths, strict=True)]
-    print(label.ljust(5), *figures, sep="  ")
+    """A line for each policy, below what encloses the optimum: every seed, their mean, and its
+    ratio to that of the best known."""
+    one = [row for row in rows if row.policy == rows[0].policy]
+    figures = {
+        "certified": [row.certified for row in one],
+        "best known": [row.best_known for row in one],
+    }
+    for row in rows:
+        figures.setdefault(row.policy, []).append(row.overhead)
+    best = mean(figures["best known"])
+    heads = ["OVERHEAD", *(f"{row.seed}" for row in one), "MEAN", "RATIO"]
+    lines = []
+    for name, values in figures.items():
+        ratio = mean(values) / best if best else math.inf
+        lines.append([name, *(f"{value:.3f}" for value in (*values, mean(values), ratio))])
+    print_table(heads, lines, " ".join(heads[1:]))
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from typing import Any
 import trio
 
 from retainzfs import mkfs, placement
+from retainzfs.cli.output import print_table
 from retainzfs.evaluation.simulator import Simulator
 from retainzfs.evaluation.workload import PAPER, Save, Workload
 from retainzfs.placement import Step, View, admission
@@ -28,7 +29,7 @@ from retainzfs.replay_target import prepared
 from retainzfs.volume import Options, Volume
 from retainzfs.volume_replay import Driver, EpochClock
 from retainzfs.zone import Kind, Zone, ZoneSummary
-from retainzfs.zones import ZoneTable
+from retainzfs.zones import COLLECTION_ACTIVE, JOURNAL_ACTIVE, ZoneTable
 
 LOAD = 0.70  # the paper's
 ZONES = (58, 580, 5800)
@@ -119,7 +120,7 @@ class Scanned(Cached):
     def __init__(self, workload: Workload, *arguments: Any, **more: Any) -> None:
         super().__init__(workload, *arguments, **more)
         table = self.table
-        ledger = table.data_active_limit + 3
+        ledger = table.data_active_limit + JOURNAL_ACTIVE + COLLECTION_ACTIVE
         self.table = self.history = History(table.capacity, len(table.zones), ledger, 0)
 
     def _fresh(self, kind: Kind, tag: int) -> Zone:
@@ -192,17 +193,26 @@ def cost(policy: str, zones: int, seed: int, way: type[Cached]) -> Cost:
     return Cost(result.decision_us / 1e3, keeping, replay.steps)
 
 
-def costs(
-    policies: Sequence[str], zones: Sequence[int], seed: int
-) -> dict[tuple[str, int], tuple[Cost, Cost]]:
-    """By policy and zones of the device: cached, scanned."""
-    found = {}
+Costs = dict[tuple[str, int], tuple[Cost, Cost]]
+"""By policy and zones of the device: cached, scanned."""
+
+
+def costs(policies: Sequence[str], zones: Sequence[int], seed: int) -> Costs:
+    found: Costs = {}
     for policy in policies:
         for count in zones:
             cached, scanned = (cost(policy, count, seed, way) for way in (Cached, Scanned))
             assert cached.steps == scanned.steps, "placements differ"
             found[policy, count] = (cached, scanned)
     return found
+
+
+def rows(found: Costs) -> list[list[str]]:
+    """Policy, zones; cached, of it upkeep of the table; scanned."""
+    return [
+        [policy, f"{zones}", *(f"{ms:.3f}" for ms in (one.whole, one.keeping, other.deciding))]
+        for (policy, zones), (one, other) in found.items()
+    ]
 
 
 # Metadata
@@ -243,10 +253,8 @@ def main() -> int:
     parser.add_argument("--policy", nargs="+", default=POLICIES)
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
-    print(f"{'policy':<10}{'zones':>7}{'cached ms':>11}{'of it upkeep':>14}{'scanned ms':>12}")
-    for (policy, zones), (cached, scanned) in costs(given.policy, given.zones, given.seed).items():
-        line = f"{cached.whole:>11.3f}{cached.keeping:>14.3f}{scanned.deciding:>12.3f}"
-        print(f"{policy:<10}{zones:>7}{line}")
+    heads = ("POLICY", "ZONES", "CACHED-MS", "UPKEEP-MS", "SCANNED-MS")
+    print_table(heads, rows(costs(given.policy, given.zones, given.seed)), " ".join(heads[1:]))
     print("both ways placed every byte alike")
     found = metadata(given.seed)
     print(f"metadata of a volume: {found}")

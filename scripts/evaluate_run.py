@@ -16,6 +16,7 @@ from pathlib import Path
 
 import evaluate_allocation as allocation
 import evaluate_experiments as asked
+from bench_zoned import table
 from evaluate_experiments import Experiment
 
 from retainzfs.cli import replay as command
@@ -55,9 +56,7 @@ class Page:
             self.lines.append("")
 
     def table(self, heads: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-        self.lines += [f"| {' | '.join(heads)} |", f"|{' --- |' * len(heads)}"]
-        self.lines += [f"| {' | '.join(row)} |" for row in rows]
-        self.lines.append("")
+        self.lines += [table(heads, rows), ""]
 
     def by(self, *commands: str) -> None:
         seeds = f" --seeds {_seeds(self.seeds)}"
@@ -90,7 +89,7 @@ FIGURES = ("overhead", "invalid", "tail", "WA", "saves", "p99 zones", "p99 ms", 
 
 
 def figures(cell: Cell) -> list[str]:
-    return [text.replace("[", "(").replace("]", ")") for text in command.columns(cell)]
+    return [text.replace("[", "(").replace("]", ")") for text in tables.columns(cell)]
 
 
 def named(setting: Setting, cell: Cell) -> list[str]:
@@ -179,10 +178,10 @@ def differences(page: Page) -> None:
     page.say(
         "At 90 % load the paper copies more than we do, with both allocators, and with fixed"
         f" admission its ZenFS-Alloc runs out of space after {paper_zenfs.saves} saves. Here it"
-        f" does {command.saves(ours)} of them. Our collection copies into tails of the victim's"
+        f" does {tables.saves(ours)} of them. Our collection copies into tails of the victim's"
         f" kind, and needs the zone that is held back only for what they do not take; the paper"
         f" does not say where its collector copies to. With a collector that copies to that zone"
-        f" only, `zenfs` does {command.saves(reserve)}, so this " + _verdict(ours, reserve),
+        f" only, `zenfs` does {tables.saves(reserve)}, so this " + _verdict(ours, reserve),
         "What else may differ, and the text does not tell: what the load is a share of, how the"
         " collector chooses its victim, and what it does about tails of zones that it began. We"
         " have not tuned ours towards the paper's figures, and claim nothing about 90 % against its"
@@ -235,7 +234,7 @@ def ablations(page: Page) -> None:
     page.say(
         f"Against `equal-epoch`, `retainz` has {page.change(retainz, equal)} less overhead (paper:"
         f" {PAPER_EQUAL} %), `plan` {page.change(plan, equal)}. In the paper `isolate` runs out of"
-        f" space here; ours does {command.saves(page.answers[asked.ABLATION.settings[1]])} saves."
+        f" space here; ours does {tables.saves(page.answers[asked.ABLATION.settings[1]])} saves."
     )
     page.by(*asked.SPAN.commands)
     page.table(
@@ -328,10 +327,7 @@ def costs(page: Page, where: Path) -> None:
     found = allocation.costs(allocation.POLICIES, allocation.ZONES, page.seeds[0])
     page.table(
         ("policy", "zones", "cached, ms a commit", "of it upkeep of the table", "scanned"),
-        [
-            [p, str(z), f"{c.whole:.3f}", f"{c.keeping:.3f}", f"{s.deciding:.3f}"]
-            for (p, z), (c, s) in found.items()
-        ],
+        allocation.rows(found),
     )
     page.say(
         f"The paper, in C++ and under an emulated processor: {PAPER_ALLOCATION[0]:.3f} ms with"
@@ -363,9 +359,9 @@ def costs(page: Page, where: Path) -> None:
 
 def draw(page: Page, where: Path) -> None:
     for rule, experiment in asked.PRESSURE.items():
-        lines: dict[str, list[tuple[float, Cell]]] = {}
-        for setting, cell in page.cells(experiment):
-            lines.setdefault(pictures.name_of(cell), []).append((setting.load, cell))
+        lines: dict[str, list[Cell]] = {}
+        for _, cell in page.cells(experiment):
+            lines.setdefault(pictures.name_of(cell), []).append(cell)
         pictures.pressure(lines, where / f"pressure-{rule}.png")
     main = [
         (f"{pictures.name_of(cell)}, {setting.rule}, {setting.load:.0%}", cell)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
+from bound_run import show
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,6 +25,8 @@ from retainzfs.evaluation.offline import (
     zone_time,
 )
 from retainzfs.evaluation.workload import FAMILIES, Delete, Save
+
+pytest.importorskip("highspy", reason="needs highspy: scripts/setup-environment test")
 
 pytestmark = pytest.mark.pure
 
@@ -192,19 +196,38 @@ def test_an_instance_leaves_out_anchors_and_ends_when_all_is_dead() -> None:
     assert [save.generation for save in saves] == list(range(len(saves)))
     assert 0 < len(saves) < 250
     assert workload.end == max(deleted.values())
-    assert instance(workload).live_time > 0
+    lived = sum(save.size * (save.hint - save.time) for save in saves)
+    assert instance(workload).live_time == pytest.approx(lived / workload.capacity)
 
 
 @pytest.mark.parametrize("family", ["paper", "small"])
 def test_no_policy_beats_the_best_known(family: str) -> None:
     rows = bound.table([0, 1], 8, 20.0, family=family)
-    assert [row.policy for row in rows[:2]] == ["zenfs", "equal-epoch"]
+    assert [row.policy for row in rows] == [each.label for each in bound.POLICIES] * 2
+    assert [row.seed for row in rows] == sorted([0, 1] * len(bound.POLICIES))
     for row in rows:
         assert 0 < row.certified <= row.best_known + 1e-6
         assert row.best_known <= row.overhead
         assert row.ratio >= 1
     assert any(row.ratio > 1.5 for row in rows), "some policy is far from it"
     assert rows == bound.table([0, 1], 8, 20.0, family=family), "not repeatable"
+
+
+def test_the_table_has_means_and_ratios(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [
+        bound.Row(seed, policy, overhead + seed, best_known=1.0 + seed, certified=0.5)
+        for seed in (0, 1)
+        for policy, overhead in (("zenfs", 2.0), ("retainz span=4", 1.0))
+    ]
+    show(rows)
+    lines = [re.split("  +", line) for line in capsys.readouterr().out.splitlines()]
+    assert lines == [
+        ["OVERHEAD", "0", "1", "MEAN", "RATIO"],
+        ["certified", "0.500", "0.500", "0.500", "0.333"],
+        ["best known", "1.000", "2.000", "1.500", "1.000"],
+        ["zenfs", "2.000", "3.000", "2.500", "1.667"],
+        ["retainz span=4", "1.000", "2.000", "1.500", "1.000"],
+    ]
 
 
 def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

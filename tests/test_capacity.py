@@ -6,9 +6,10 @@ import argparse
 from dataclasses import asdict
 
 import pytest
-from capacity_run import Difference, Result, Run, Saver, main, parse, replayed, report
+from capacity_run import Difference, Run, Saver, main, parse, replayed, report
 from capacity_shards import PARAMETERS, node
 
+from retainzfs.planning import stored
 from tests.simulation import deterministic
 
 pytestmark = pytest.mark.volume
@@ -22,8 +23,17 @@ def arguments(*more: str) -> argparse.Namespace:
 
 
 @pytest.fixture(scope="module")
-def result() -> Result:
-    return replayed(arguments("--policy", "plan"))
+def run() -> Run:
+    """One that is over."""
+    made = Run(arguments("--policy", "plan"))
+    deterministic(made.args.seed, made.run)
+    return made
+
+
+def kept(run: Run) -> list[int]:
+    """Sizes of the files that are retained in the end."""
+    jobs = (*run.jobs, run.anchors)
+    return [size for job in jobs for save in job.kept for _, size, _ in job.files[save]]
 
 
 def test_the_shards_are_those_of_the_published_model() -> None:
@@ -38,19 +48,21 @@ def test_the_shards_are_those_of_the_published_model() -> None:
     assert {shard.name for shard in second}.isdisjoint(shard.name for shard in first)
 
 
-def test_all_saves_are_done_and_all_that_is_retained_is_read_twice(result: Result) -> None:
+def test_all_saves_are_done_and_all_that_is_retained_is_read_twice(run: Run) -> None:
+    result = run.result
     assert (result.saves, result.exhausted) == (SAVES, "")
     assert result.lost > 0
-    assert result.verified > result.retained > 0
-    # Padding and trailers, which count in the load, are a large part of files that are so small.
-    assert result.retained == pytest.approx(0.84 * 59 * (1 << 30) / int(SHRINK), rel=0.2)
+    assert [len(job.kept) for job in run.jobs] == [job.keep for job in run.jobs]
+    assert result.verified > result.retained == sum(kept(run))
+    # Padding and trailers count in the load.
+    assert sum(map(stored, kept(run))) == pytest.approx(0.84 * run.room, rel=1e-3)
     assert result.overhead_zones
 
 
-def test_the_figures_follow_from_the_arguments(result: Result) -> None:
+def test_the_figures_follow_from_the_arguments(run: Run) -> None:
     again = replayed(arguments("--policy", "plan"))
     measured = dict.fromkeys(("seconds", "verify_seconds", "memory"), 0.0)
-    assert asdict(again) | measured == asdict(result) | measured
+    assert asdict(again) | measured == asdict(run.result) | measured
 
 
 def test_a_run_without_enough_space_says_so_and_verifies_the_rest() -> None:
@@ -59,7 +71,8 @@ def test_a_run_without_enough_space_says_so_and_verifies_the_rest() -> None:
     found = deterministic(1, run.run)
     assert found.exhausted.startswith("job")
     assert found.saves < SAVES
-    assert found.verified > found.retained > run.anchored * 9 // 10
+    assert found.verified == 2 * found.retained == 2 * sum(kept(run))
+    assert sum(map(stored, kept(run))) > run.anchored
     assert "then no space" in report(found)
 
 

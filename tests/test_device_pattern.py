@@ -35,7 +35,9 @@ class Draws:
     pattern = st.tuples(st.integers(0, KEY_MAX), st.integers(1, 12)).map(
         lambda drawn: bytes(PATTERN.make(*drawn))
     )
-    foreign = st.sampled_from((bytes(BLOCK), b"\1" * BLOCK, bytes(Pattern(2).make(7, 2))))
+    foreign = st.sampled_from(  # the last one says the greatest key, behind which there is none
+        (bytes(BLOCK), b"\1" * BLOCK, bytes(Pattern(2).make(7, 2)), b"\xff" * 2 * BLOCK)
+    )
     nearly = st.tuples(st.integers(0, 99), st.integers(1, 9), st.integers(0, 1 << 20)).map(
         lambda drawn: flipped(PATTERN.make(drawn[0], drawn[1]), drawn[2])
     )

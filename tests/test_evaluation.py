@@ -35,7 +35,7 @@ RUNS = [
     Setting("zenfs", load=0.92, parameters=(("finish_threshold", 20.0),)),
     Setting("isolate", load=0.9),
     Setting("plan", "milestones", 0.8),
-    Setting("plan", "late-random", 0.9),
+    Setting("plan", "late-random", 0.76),  # above it space runs out
     Setting("equal-epoch", load=0.9, to_tails=False),
 ]
 
@@ -111,23 +111,15 @@ def test_sizes_are_padded_and_as_announced(family: str, seed: int) -> None:
 def test_the_load_is_met_at_the_peak(seed: int, load: float) -> None:
     workload = FAMILIES["paper"].make(seed, load)
     live = most = sum(workload.anchors)
+    saved = saves(workload)
     for number, event in enumerate(workload.events):
-        size = saves_size(workload, event)
-        live += size
+        size = saved[event.generation].size
+        live += size if isinstance(event, Save) else -size
         after = workload.events[number + 1 : number + 2]
         if not (after and isinstance(after[0], Delete) and after[0].time == event.time):
             most = max(most, live)  # after the deletion that a save triggers
     capacity = workload.zones * workload.capacity
     assert most / capacity == pytest.approx(load, abs=0.01)
-
-
-def saves_size(workload: Workload, event: Save | Delete) -> int:
-    """What an event adds to the live bytes."""
-    if isinstance(event, Save):
-        return event.size
-    return -next(
-        e.size for e in workload.events if isinstance(e, Save) and e.generation == event.generation
-    )
 
 
 @given(family=families, seed=seeds)
@@ -172,9 +164,10 @@ def test_every_byte_is_accounted_for(setting: Setting) -> None:
     result = replayed.run()
     told = saves(replayed.workload)
     assert all(sizes[g] == told[g].size for g in sizes if g in told)
-    assert result.write_amplification >= 1.0
-    assert 0 < result.saves_done <= result.saves
-    assert (result.copied_bytes == 0) or result.write_amplification > 1.003
+    assert result.saves_done == result.saves
+    logical = sum(sum(save.shards) for save in told.values())
+    host = sum(save.size + BLOCK for save in told.values()) + result.copied_bytes
+    assert result.write_amplification == pytest.approx(host / logical)
 
 
 @pytest.mark.parametrize("setting", RUNS[:4], ids=lambda s: f"{s.label} {s.load}")
@@ -208,8 +201,8 @@ def test_coarse_hints_and_pressure_cost() -> None:
     exact, coarse = (mean(Setting("plan", f), "overhead_zones") for f in ("paper", "grid16"))
     assert coarse > exact
     loads = (Setting("retainz", load=load) for load in (0.84, 0.94))
-    amplification = [mean(setting, "write_amplification") for setting in loads]
-    assert amplification == sorted(amplification)
+    calm, pressed = (mean(setting, "write_amplification") for setting in loads)
+    assert calm < pressed
 
 
 def test_zenfs_is_the_best_of_all_its_variants() -> None:
@@ -344,7 +337,7 @@ def test_pictures_need_matplotlib(
 
 
 def test_pictures_are_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("matplotlib", reason="needs matplotlib: scripts/setup-environment test")
     arguments = ("--policy", "retainz", "--policy", "plan", "--seeds", 1)
     code, _, err = run(capsys, *arguments, "--pictures", tmp_path / "new" / "shown")
     assert (code, err) == (0, "")

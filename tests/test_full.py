@@ -227,7 +227,7 @@ async def check_nothing_is_lost(volume: Volume) -> None:
     assert volume.stream.write_errors == 0
     assert volume.lanes.emergencies == 0, "a write that was admitted found no place"
     assert all(inode.error is None for inode in volume.namespace.inodes.values())
-    assert volume.table.empty or volume.table.borrowed, "the emergency zone is in use"
+    assert volume.table.empty or volume.table.borrowed, "the emergency zone was not lent"
 
 
 async def check_clean(device: MemoryDevice) -> None:
@@ -372,6 +372,7 @@ async def test_tails_that_others_left_open_hold_a_save_of_another_kind(active: i
     shape = Shape(24, active, ZONE)
     device = await shape.device()
     with trio.fail_after(PATIENCE_S):
+        # Policy `plan` would mingle them, so that few slots are taken.
         async with mounted(device, policy="retainz") as volume:
             for i in range(12):  # streams that retire too far apart to share a zone
                 run = (await volume.make(ROOT, b"run-%d" % i, DIRECTORY, 0, 0)).ino
@@ -379,7 +380,7 @@ async def test_tails_that_others_left_open_hold_a_save_of_another_kind(active: i
                 await volume.setxattr(run, b"user.retainz.cadence", b"%d" % 10**i)
                 await put(volume, run, b"step-1.pt", b"x" * 50_000)
             partial = sum(zone.partial for zone in volume.table.zones)
-            assert partial >= active - 4, "the slots were not used up"
+            assert partial == volume.table.limits.total, "the slots were not used up"
             other = (await volume.make(ROOT, b"other", DIRECTORY, 0, 0)).ino
             await volume.setxattr(other, b"user.retainz.class", b"output")
             ino = (await volume.make(other, b"f", FILE, 0, 0)).ino

@@ -14,7 +14,7 @@ IMAGE_SIZE = 2 << 30  # sparse
 
 
 def test_the_shape_is_the_published_one() -> None:
-    torch = pytest.importorskip("torch")
+    torch = pytest.importorskip("torch", reason="needs torch: scripts/setup-environment test")
     from tests.frameworks.smollm import Shape, SmolLM  # noqa: PLC0415  needs torch
 
     with torch.device("meta"):

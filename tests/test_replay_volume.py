@@ -8,10 +8,11 @@ import os
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from retainzfs import cli, fsck, mkfs, placement, volume_replay
+from retainzfs import cli, fsck, mkfs, placement, replay_target
 from retainzfs.cli.replay_device import of_family, run_on_device
 from retainzfs.device import Geometry, open_target
 from retainzfs.device.memory import MemoryDevice
@@ -32,9 +33,12 @@ pytestmark = [pytest.mark.volume]
 KIB = 1 << 10
 # Bounds against the simulator. Bytes: each of 8 shards has a trailer block and is padded, and the
 # log takes some; a generation has a megabyte and more. Zones: the volume places bytes as they come
-# and knows the last size of a stream, the simulator the whole generation and its size.
-WA_MORE = 0.015
-ZONES_OFF = 1.5
+# and knows the last size of a stream, the simulator the whole generation and its size. Of inputs 0
+# to 3 the worst are 0.0072, 0.78, 1.4 % and 0.5 %.
+WA_MORE = 0.008
+ZONES_OFF = 1.0
+RESETS_OFF = 0.02
+P99_OFF = 0.01
 
 TINY = Family("tiny", zone_size=256 * KIB, zones=40, saves=16)
 
@@ -55,8 +59,8 @@ def test_figures_are_near_the_simulators() -> None:
     assert 0 < more < WA_MORE, f"{more:.4f} above the simulator"
     assert found.overhead_zones == pytest.approx(simulated.overhead_zones, abs=ZONES_OFF)
     assert found.overhead_zones == pytest.approx(found.invalid_zones + found.tail_zones)
-    assert found.resets == pytest.approx(simulated.resets, rel=0.1)
-    assert found.p99_zones == pytest.approx(simulated.p99_zones, rel=0.1)
+    assert found.resets == pytest.approx(simulated.resets, rel=RESETS_OFF)
+    assert found.p99_zones == pytest.approx(simulated.p99_zones, rel=P99_OFF)
     assert found.finishes, "6 active zones do not suffice without"
     assert found.stranded_bytes
     assert found.decision_us > 0
@@ -128,8 +132,8 @@ async def driven(workload: Workload, policy: str = "plan") -> dict[tuple[int, in
 
 
 @pytest.mark.parametrize("change", [{}, {"grid": 4.0}, {"milestone_every": 5}, {"poisson": True}])
-async def test_the_volume_knows_the_hints_of_the_workload(change: dict[str, float]) -> None:
-    workload = replace(TINY, zones=60, **change).make(2, 0.84)  # type: ignore[arg-type]
+async def test_the_volume_knows_the_hints_of_the_workload(change: dict[str, Any]) -> None:
+    workload = replace(TINY, zones=60, **change).make(2, 0.84)
     numbers: dict[int, int] = defaultdict(int)
     hints = {}
     for event in workload.events:
@@ -168,6 +172,17 @@ def test_only_the_first_zones_of_a_device_are_used() -> None:
     assert part.device.name == large.name
 
 
+def test_a_device_keeps_its_own_zones(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = Geometry(512 * KIB, 256 * KIB, 44, 8, 9)
+    monkeypatch.setattr(replay_target, "own_zones", lambda _target: own)
+    make = of_family("dev")
+    with pytest.raises(UsageError, match="dev: its zones hold 262144 bytes; leave out --zone-size"):
+        make(Setting("plan", zone_size=512 * KIB), 0)
+    for asked in (0, 256 * KIB):
+        made = make(Setting("plan", zone_size=asked), 0)
+        assert (made.capacity, made.zones, made.active) == (256 * KIB, 40, 6)
+
+
 def test_a_command_replays_what_it_is_asked(tmp_path: Path) -> None:
     image = tmp_path / "image"
     image.write_bytes(os.urandom(8192))
@@ -195,7 +210,7 @@ def test_what_a_volume_cannot_choose_is_refused(setting: Setting, said: str) -> 
 
 def test_zones_that_no_volume_has_are_refused() -> None:
     with pytest.raises(UsageError, match="zones; the least is"):
-        volume_replay.replay(MEMORY, replace(TINY.make(1, 0.84), zones=8), Options())
+        replay(MEMORY, replace(TINY.make(1, 0.84), zones=8), Options())
 
 
 @pytest.mark.zoned

@@ -14,7 +14,7 @@ from retainzfs.evaluation.disturbance import DISTURBANCES, family
 from retainzfs.evaluation.measures import Result
 from retainzfs.evaluation.robustness import TOLERATED, Verdict, judge
 from retainzfs.evaluation.simulator import Simulator
-from retainzfs.evaluation.trust import FEWEST, HINTS, RECENT, Death, Witness, witness
+from retainzfs.evaluation.trust import CLEARLY, FEWEST, HINTS, RECENT, Death, Witness, witness
 from retainzfs.evaluation.workload import Delete, Save, Workload
 from retainzfs.placement.admission import RULES
 
@@ -62,7 +62,7 @@ def test_a_disturbance_bends_what_is_told_and_when_not_what_is_saved(base: str, 
     assert saved(bent).items() <= saved(plain).items()
     times = [event.time for event in bent.events]
     assert times == sorted(times)
-    assert peak(bent) <= peak(plain) * 1.01
+    assert peak(bent) <= peak(plain)
     born: set[int] = set()
     for event in bent.events:
         if isinstance(event, Save):
@@ -75,7 +75,7 @@ def test_a_disturbance_bends_what_is_told_and_when_not_what_is_saved(base: str, 
 
 def test_hints_are_wrong_in_the_way_that_is_said() -> None:
     def lateness(name: str) -> list[float]:
-        """Of all deletions, after their hint."""
+        """Of all deletions, after what was hinted when they were saved."""
         events = family(f"paper+{name}").make(0, 0.84).events
         hints = {event.generation: event.hint for event in events if isinstance(event, Save)}
         return [e.time - hints[e.generation] for e in events if isinstance(e, Delete)]
@@ -84,7 +84,20 @@ def test_hints_are_wrong_in_the_way_that_is_said() -> None:
     inverted = lateness("inverted")
     assert min(inverted) < 0 < max(inverted)
     assert -math.inf in lateness("finite-as-anchor")
-    assert max(map(abs, lateness("changed-corrected"))) > 0, "until it is corrected"
+    assert min(lateness("changed")) < 0 == max(lateness("changed"))
+
+
+def test_corrected_hints_are_wrong_only_at_the_change() -> None:
+    bent = family("paper+changed-corrected").make(0, 0.84)
+    hints: dict[int, float] = {}
+    wrong = set()
+    for event in sorted((*bent.corrections, *bent.events), key=lambda event: event.time):
+        if not isinstance(event, Delete):
+            hints[event.generation] = event.hint
+        elif event.time != hints[event.generation]:
+            wrong.add(event.time)
+    assert wrong
+    assert wrong <= {correction.time for correction in bent.corrections}
 
 
 def test_disturbances_add_up_and_unknown_ones_are_explained() -> None:
@@ -110,17 +123,16 @@ def test_hints_that_are_always_wrong_by_as_much_are_put_right(
     assert believed.retirement(30.0, 0.0, 0.0) == pytest.approx(30.0 + lag)
 
 
-@given(late=lives, life=st.floats(1, 60))
-def test_a_steady_life_is_believed_when_hints_are_erratic(late: list[float], life: float) -> None:
-    believed = witness([Death(error - 30.0, life) for error in late])
-    foretold = believed.retirement(100.0, 10.0, 0.0)
-    recent = late[-RECENT:]
-    if max(recent) - min(recent) < 1.0:
-        assert math.isnan(believed.life), "no better than hints"
-    elif not math.isnan(believed.life):
-        assert foretold == pytest.approx(10.0 + life)
+@given(error=st.floats(0, 30), life=st.floats(1, 60), number=st.integers(RECENT, 3 * RECENT))
+def test_a_steady_life_is_believed_when_hints_are_erratic(
+    error: float, life: float, number: int
+) -> None:
+    """Every second hint is early, the others are late by as much."""
+    believed = witness([Death(-error if n % 2 else error, life) for n in range(number)])
+    if error > CLEARLY:
+        assert believed.retirement(100.0, 10.0, 0.0) == 10.0 + life
     else:
-        assert sum(abs(x - sorted(recent)[4]) for x in recent) < 60 * RECENT
+        assert believed == HINTS, "no better than hints"
 
 
 def test_nothing_is_learned_from_few_deaths_or_from_anchors() -> None:

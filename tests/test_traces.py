@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -19,9 +17,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from retainzfs import layout, placement
+from retainzfs import cli, layout, placement, replay_target
 from retainzfs.chronicle import NOTES_MOST, Chronicle
-from retainzfs.cli import replay_traces
+from retainzfs.device import Geometry
 from retainzfs.errors import MountError, UsageError
 from retainzfs.evaluation import models, trace
 from retainzfs.evaluation.simulator import Simulator
@@ -30,7 +28,7 @@ from retainzfs.evaluation.workload import DRIVE_ZONE, FAMILIES, Delete, Save
 from retainzfs.placement.admission import RULES
 from retainzfs.recording import Recorder
 from retainzfs.streams import Stream
-from tests.conftest import Live, wait_until
+from tests.conftest import COMMAND, COMMAND_S, Live, wait_until
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -208,7 +206,7 @@ json_values = st.recursive(
 def test_any_field_may_hold_anything(index: int, name: str, value: Any) -> None:
     lines = written([row(), row(number=2, born=20.0)])
     lines[index] = json.dumps({**json.loads(lines[index]), name: value}).encode()
-    with suppress(UsageError):
+    with suppress(UsageError):  # read or refused, and nothing else happens
         trace.workload(trace.parse(lines, "t"))
 
 
@@ -225,6 +223,57 @@ def test_any_line_may_be_anything(index: int, text: bytes) -> None:
 def test_a_trace_without_its_end_is_read() -> None:
     found = trace.parse(written([row(deleted=70.0)])[:-1], "t")
     assert found.end == 70.0
+
+
+# The command
+
+
+def run(*arguments: str | Path) -> int:
+    return cli.main(["replay", *map(str, arguments)])
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> Path:
+    """A trace of 40 saves."""
+    rows = saves("/a/step-", 100.0, 3, 5 * MIB) + saves("/b/step-", 100.0, 4, 3 * MIB, first=50.0)
+    file = tmp_path / "trace.jsonl"
+    file.write_bytes(b"".join(written(rows, end=2000.0)))
+    return file
+
+
+@pytest.mark.pure
+def test_policies_are_compared_in_a_table(
+    recorded: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("run", recorded, "--policy", "plan", "--policy", "zenfs", "--load", "0.8") == 0
+    head, *rows = (line.split() for line in capsys.readouterr().out.splitlines())
+    found = [dict(zip(head, row, strict=True)) for row in rows]
+    assert [one["POLICY"] for one in found] == ["plan", "zenfs"]
+    assert [one["SAVES"] for one in found] == ["40", "40"]
+    for one in found:
+        parts = float(one["INVALID"]) + float(one["TAIL"])
+        assert float(one["OVERHEAD"]) == pytest.approx(parts, abs=0.011)
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("--zone-size 1M", "dev: its zones hold 262144 bytes; leave out --zone-size"),
+        ("--zones 300", "dev: 96 zones for data, 300 are wanted"),
+    ],
+)
+def test_a_device_has_the_zones_that_it_has(
+    arguments: str,
+    said: str,
+    recorded: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    own = Geometry(MIB, 256 * KIB, 100, 8, 14)
+    monkeypatch.setattr(replay_target, "own_zones", lambda _target: own)
+    assert run("run", recorded, "--device", "dev", *arguments.split()) == 2
+    assert capsys.readouterr().err == f"retainzfs: {said}\n"
 
 
 # What a mount notes
@@ -309,18 +358,6 @@ def train(root: Path, name: str, keep: int, steps: range, size: int) -> None:
             shutil.rmtree(old)
 
 
-def command(*arguments: str | Path) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    replay_traces.add_commands(parser.add_subparsers(required=True))
-    return parser.parse_args([*map(str, arguments)])
-
-
-def run(*arguments: str | Path) -> int:
-    made = command(*arguments)
-    code: int = made.run(made)
-    return code
-
-
 @pytest.mark.fuse
 def test_a_mount_is_recorded_and_replayed(
     room: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -383,23 +420,15 @@ def test_the_recorder_stops_at_its_time(
 
 @pytest.mark.fuse
 def test_control_c_ends_a_recording_in_good_order(room: Path) -> None:
-    program = (
-        "import argparse; from retainzfs.cli import replay_traces\n"
-        "parser = argparse.ArgumentParser()\n"
-        "replay_traces.add_commands(parser.add_subparsers())\n"
-        "given = parser.parse_args()\n"
-        "given.run(given)\n"
-    )
-    recording = subprocess.Popen(
-        [sys.executable, "-c", program, "record", str(room)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-    assert recording.stderr is not None
-    assert b"until Ctrl-C" in recording.stderr.readline()
-    train(room, "run", 2, range(1, 4), 20 * KIB)
-    recording.send_signal(signal.SIGINT)
-    out, _ = recording.communicate()
+    record = [*COMMAND, "replay", "record", str(room)]
+    with subprocess.Popen(record, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as recording:
+        assert recording.stderr is not None
+        try:
+            assert b"until Ctrl-C" in recording.stderr.readline()
+            train(room, "run", 2, range(1, 4), 20 * KIB)
+        finally:
+            recording.send_signal(signal.SIGINT)
+        out, _ = recording.communicate(timeout=COMMAND_S)
     assert recording.returncode == 0
     assert [g.number for g in trace.parse(out.splitlines(), "t").generations] == [1, 2, 3]
 
@@ -416,9 +445,8 @@ def test_a_new_mount_is_not_taken_for_the_old_one(fresh: Live, tmp_path: Path) -
 
 
 @pytest.mark.pure
-def test_a_trace_is_simulated_by_every_policy() -> None:
-    rows = saves("/a/step-", 100.0, 3, 5 * MIB) + saves("/b/step-", 100.0, 4, 3 * MIB, first=50.0)
-    workload = trace.workload(parsed(rows, end=2000.0), load=0.8)
+def test_a_trace_is_simulated_by_every_policy(recorded: Path) -> None:
+    workload = trace.workload(trace.parse(recorded.read_bytes().splitlines(), "t"), load=0.8)
     for name in placement.policies():
         result = Simulator(workload, placement.policy(name), RULES["common"]()).run()
-        assert result.saves == 40
+        assert result.saves_done == result.saves == 40

@@ -317,9 +317,9 @@ def report(
     if given.json:
         print_json([_as_json(setting, cell, given) for setting, cell in answers.items()])
         return
-    heads = ["POLICY", "LOAD", "ADMISSION", *TABLE]
+    heads = ["POLICY", "LOAD", "ADMISSION", *tables.HEADS]
     rows = [
-        [cell.setting.label, f"{setting.load:g}", setting.rule, *columns(cell)]
+        [cell.setting.label, f"{setting.load:g}", setting.rule, *tables.columns(cell)]
         for setting, cell in answers.items()
     ]
     if given.table:
@@ -331,46 +331,12 @@ def report(
         for setting, row in zip(answers, rows, strict=True):
             first = answers[next(s for s in asked if s.load == setting.load)]
             row.insert(3, f"{ratio(answers[setting], first):.2f}")
-    print_table(heads, rows, right=" ".join(["LOAD", "RATIO", *TABLE]))
+    print_table(heads, rows, right=" ".join(["LOAD", "RATIO", *tables.HEADS]))
 
 
 def ratio(cell: Cell, to: Cell) -> float:
     whole = to.mean("overhead_zones")
     return cell.mean("overhead_zones") / whole if whole else math.nan
-
-
-TABLE: Final = (
-    *("OVERHEAD", "INVALID", "TAIL", "WA", "SAVES", "P99-ZONES", "P99-MS", "DECISION-US"),
-)
-
-
-def columns(cell: Cell) -> list[str]:
-    """The cells of a row below `TABLE`."""
-    return [
-        spread(cell, "overhead_zones", 2),
-        f"{cell.mean('invalid_zones'):.2f}",
-        f"{cell.mean('tail_zones'):.2f}",
-        spread(cell, "write_amplification", 3),
-        saves(cell),
-        spread(cell, "p99_zones", 1),
-        f"{cell.mean('p99_ms'):.1f}",
-        f"{cell.mean('decision_us'):.0f}",
-    ]
-
-
-def spread(cell: Cell, figure: str, digits: int) -> str:
-    values = cell.values(figure)
-    return f"{cell.mean(figure):.{digits}f} [{min(values):.{digits}f}-{max(values):.{digits}f}]"
-
-
-def saves(cell: Cell) -> str:
-    """All of them, or how many of how many, where a seed ran out of space."""
-    done = [int(value) for value in cell.values("saves_done")]
-    asked = {result.saves for result in cell.results.values()}
-    if not cell.exhausted:
-        return str(max(done))
-    span = str(max(done)) if min(done) == max(done) else f"{min(done)}-{max(done)}"
-    return f"{span} of {max(asked)}"
 
 
 def _as_json(setting: Setting, cell: Cell, given: argparse.Namespace) -> dict[str, Any]:

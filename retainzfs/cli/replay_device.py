@@ -61,11 +61,9 @@ def of_family(target: str, saves: int | None = None) -> Make:
             raise UsageError(f"no family {setting.family!r} for a device; known: {known}{what}")
         active = setting.active or family.active
         size, zones = setting.zone_size or family.zone_size, family.zones
-        own = suited(target, zones, active)
+        own = suited(target, zones, active, setting.zone_size)
         if own is not None:
             size, zones, active = own
-            if setting.zone_size not in (0, size):
-                raise UsageError(f"{target}: its zones hold {size} bytes; leave out --zone-size")
         check_zones(setting.load, active, size)
         changed = replace(
             family, zone_size=size, zones=zones, active=active, saves=saves or family.saves

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from retainzfs.cli.output import print_json, print_table, size_argument
 from retainzfs.cli.replay_device import check_without_device, device_options, run_on_device
 from retainzfs.errors import UsageError
-from retainzfs.evaluation import trace
+from retainzfs.evaluation import tables, trace
 from retainzfs.evaluation.experiment import Cell, Setting, check_zones, ways
 from retainzfs.evaluation.measures import Result
 from retainzfs.evaluation.simulator import Simulator
@@ -162,11 +162,10 @@ def _workload(recorded: trace.Trace, given: argparse.Namespace) -> Workload:
     check_zones(given.load, active, size)
     if given.zones < 0:
         raise UsageError(f"--zones {given.zones}: give 1 or more")
-    own = None if given.device is None else suited(given.device, trace.COUNT_MOST, active)
+    most = trace.COUNT_MOST
+    own = None if given.device is None else suited(given.device, most, active, given.zone_size)
     if own is not None:
         size, most, active = own
-        if given.zone_size not in (0, size):
-            raise UsageError(f"{given.device}: its zones hold {size} bytes; leave out --zone-size")
     made = trace.workload(
         recorded, load=given.load, zones=given.zones, zone_size=size, active=active
     )
@@ -189,17 +188,9 @@ def _report(workload: Workload, cells: Mapping[Setting, Cell], *, as_json: bool)
     if as_json:
         print_json([cell.as_json() | {"zones": workload.zones} for cell in cells.values()])
         return
-    heads = ["POLICY", "ZONES", "LOAD", "OVERHEAD", "INVALID", "TAIL", "WA", "SAVES", "P99-ZONES"]
-    rows = []
-    for setting, cell in cells.items():
-        result = cell.results[0]
-        saves = f"{result.saves_done}"
-        if result.saves_done < result.saves:
-            saves += f" of {result.saves}"
-        zones = result.overhead_zones, result.invalid_zones, result.tail_zones
-        rows.append(
-            [setting.label, f"{workload.zones}", f"{setting.load:.2f}"]
-            + [f"{value:.2f}" for value in zones]
-            + [f"{result.write_amplification:.3f}", saves, f"{result.p99_zones:.1f}"]
-        )
+    heads = ["POLICY", "ZONES", "LOAD", *tables.HEADS]
+    rows = [
+        [setting.label, f"{workload.zones}", f"{setting.load:.2f}", *tables.columns(cell)]
+        for setting, cell in cells.items()
+    ]
     print_table(heads, rows, right=" ".join(heads[1:]))

@@ -89,21 +89,27 @@ class MemoryDevice:
 
     async def read(self, zone: int, offset: int, length: int, sums: bytes = b"") -> memoryview:
         self.rules.check_read(zone, offset, length)
-        stored = self._zones.get(zone, bytearray())
-        # A finished zone reads as zeros above what was written.
-        data = bytearray(stored[offset : offset + length]).ljust(length, b"\0")
+        data = self._load(zone, offset, length)
         if sums and (bad := first_bad_block(crc32c_blocks(data), sums)) >= 0:
             raise ChecksumError(self.name, zone, offset + bad * BLOCK)
         self._statistics["read_bytes"] += length
         return memoryview(data)
+
+    def _load(self, zone: int, offset: int, length: int) -> bytearray:
+        # A finished zone reads as zeros above what was written.
+        stored = self._zones.get(zone, bytearray())
+        return stored[offset : offset + length].ljust(length, b"\0")
 
     async def flush(self) -> None:
         self._statistics["flushes"] += 1
 
     async def reset(self, zones: Sequence[int]) -> None:
         for zone in self.rules.reset(zones):
-            self._zones.pop(zone, None)
+            self._forget(zone)
             self._statistics["resets"] += 1
+
+    def _forget(self, zone: int) -> None:
+        self._zones.pop(zone, None)
 
     async def finish(self, zone: int) -> None:
         self.rules.finish(zone)

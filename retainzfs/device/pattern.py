@@ -22,8 +22,7 @@ from retainzfs._zio import crc32c, crc32c_blocks
 from retainzfs.device.faults import PowerCut
 from retainzfs.device.memory import MemoryDevice
 from retainzfs.device.protocol import BLOCK, Geometry, Sums
-from retainzfs.device.rules import ZoneRules, ZoneState, first_bad_block
-from retainzfs.errors import ChecksumError
+from retainzfs.device.rules import ZoneRules, ZoneState
 
 PERIOD: Final = 31  # blocks of noise before it repeats; prime, so in step with no size of anything
 UNIT: Final = 32  # blocks made or compared at once: they and the noise stay in a core's cache
@@ -208,15 +207,11 @@ class PatternDevice(MemoryDevice):
         contents.put(trailer, 1)
         return Sums(sums, crc32c(trailer))
 
-    async def read(self, zone: int, offset: int, length: int, sums: bytes = b"") -> memoryview:
+    def _load(self, zone: int, offset: int, length: int) -> bytearray:
         if self._off:
             raise PowerCut
-        self.rules.check_read(zone, offset, length)
-        data = memoryview(bytearray(length))
-        self._contents.get(zone, Contents()).read(self.pattern, offset // BLOCK, data)
-        if sums and (bad := first_bad_block(crc32c_blocks(data), sums)) >= 0:
-            raise ChecksumError(self.name, zone, offset + bad * BLOCK)
-        self._statistics["read_bytes"] += length
+        data = bytearray(length)
+        self._contents.get(zone, Contents()).read(self.pattern, offset // BLOCK, memoryview(data))
         return data
 
     async def flush(self) -> None:
@@ -226,10 +221,10 @@ class PatternDevice(MemoryDevice):
 
     async def reset(self, zones: Sequence[int]) -> None:
         self._change(*zones)
-        held = self.rules.reset(zones)
-        for zone in held:
-            self._contents.pop(zone, None)
-        self._statistics["resets"] += len(held)
+        await super().reset(zones)
+
+    def _forget(self, zone: int) -> None:
+        self._contents.pop(zone, None)
 
     async def finish(self, zone: int) -> None:
         self._change(zone)

@@ -44,7 +44,6 @@ OTHERS: Final = (
     Look("#5f9ea0", "h", "/."),
 )
 
-Line = Sequence[tuple[float, Cell]]
 Draw = Callable[[Path], None]
 
 
@@ -66,10 +65,9 @@ def look(name: str, names: Sequence[str]) -> Look:
 
 def draw_all(cells: Sequence[Cell], where: Path) -> list[Path]:
     """Draw what these replays have to show: against the load, by policy, over time."""
-    lines: dict[str, list[tuple[float, Cell]]] = {}
+    lines: dict[str, list[Cell]] = {}
     for cell in cells:
-        name = f"{name_of(cell)}, {cell.setting.rule}"
-        lines.setdefault(name, []).append((cell.setting.load, cell))
+        lines.setdefault(f"{name_of(cell)}, {cell.setting.rule}", []).append(cell)
     bars = [
         (f"{name_of(c)}, {c.setting.rule}, {c.setting.load:.0%}", c)
         for c in sorted(cells, key=lambda c: c.setting.load)
@@ -90,30 +88,32 @@ def draw_all(cells: Sequence[Cell], where: Path) -> list[Path]:
 # The kinds of pictures
 
 
-def pressure(lines: Mapping[str, Line], path: Path) -> None:
-    """Overhead and write amplification against the load; hollow where a seed ran out of space."""
+def pressure(lines: Mapping[str, Sequence[Cell]], path: Path) -> None:
+    """Overhead and write amplification of a policy's cells against their load; hollow where a seed
+    ran out of space."""
     figure = _figure(10.5, 4.6)
     axes = figure.subplots(1, 2)
-    names = [name.partition(",")[0] for name in lines]
+    names = [name_of(line[0]) for line in lines.values()]
     for place, (name, line) in enumerate(lines.items()):
         style = look(names[place], names)
         # Side by side, so that no whisker hides another.
         shift = (place - (len(lines) - 1) / 2) * 0.0008
         for axis, measure in zip(axes, ("overhead_zones", "write_amplification"), strict=True):
-            points = sorted((load, cell) for load, cell in line if _known(cell, measure))
-            loads = [100 * (load + shift) for load, _ in points]
-            means = [cell.mean(measure) for _, cell in points]
+            known = (cell for cell in line if math.isfinite(cell.mean(measure)))
+            points = sorted(known, key=lambda cell: cell.setting.load)
+            loads = [100 * (cell.setting.load + shift) for cell in points]
+            means = [cell.mean(measure) for cell in points]
             axis.errorbar(
                 loads,
                 means,
-                yerr=_whiskers([cell for _, cell in points], measure),
+                yerr=_whiskers(points, measure),
                 color=style.colour,
                 linewidth=1.2,
                 capsize=2.5,
                 elinewidth=0.8,
                 zorder=2,
             )
-            for x, y, (_, cell) in zip(loads, means, points, strict=True):
+            for x, y, cell in zip(loads, means, points, strict=True):
                 face = "white" if cell.exhausted else style.colour
                 axis.plot(
                     x, y, style.marker, color=style.colour, mfc=face, ms=7, zorder=3, label="_"
@@ -129,10 +129,6 @@ def pressure(lines: Mapping[str, Line], path: Path) -> None:
     axes[0].plot([], [], "o", color="black", mfc="white", label="hollow: a seed ran out of space")
     _legend(figure, axes[0], columns=4)
     _save(figure, path)
-
-
-def _known(cell: Cell, measure: str) -> bool:
-    return math.isfinite(cell.mean(measure))
 
 
 def split(bars: Sequence[tuple[str, Cell]], path: Path) -> None:

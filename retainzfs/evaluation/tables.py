@@ -83,3 +83,43 @@ def paper(asked: Setting) -> Published:
 
 def design(asked: Setting) -> Published:
     return published(asked, DESIGN)
+
+
+# Rows
+
+HEADS: Final = (
+    *("OVERHEAD", "INVALID", "TAIL", "WA", "SAVES", "P99-ZONES", "P99-MS", "DECISION-US"),
+)
+
+
+def columns(cell: Cell) -> list[str]:
+    """The cells of a row below `HEADS`."""
+    return [
+        spread(cell, "overhead_zones", 2),
+        f"{cell.mean('invalid_zones'):.2f}",
+        f"{cell.mean('tail_zones'):.2f}",
+        spread(cell, "write_amplification", 3),
+        saves(cell),
+        spread(cell, "p99_zones", 1),
+        f"{cell.mean('p99_ms'):.1f}",
+        f"{cell.mean('decision_us'):.0f}",
+    ]
+
+
+def spread(cell: Cell, figure: str, digits: int) -> str:
+    """The mean, and of several seeds the least and the greatest."""
+    values = cell.values(figure)
+    told = f"{cell.mean(figure):.{digits}f}"
+    if len(values) > 1:
+        told += f" [{min(values):.{digits}f}-{max(values):.{digits}f}]"
+    return told
+
+
+def saves(cell: Cell) -> str:
+    """All of them, or how many of how many, where a seed ran out of space."""
+    done = [int(value) for value in cell.values("saves_done")]
+    asked = {result.saves for result in cell.results.values()}
+    if not cell.exhausted:
+        return str(max(done))
+    span = str(max(done)) if min(done) == max(done) else f"{min(done)}-{max(done)}"
+    return f"{span} of {max(asked)}"

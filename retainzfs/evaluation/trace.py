@@ -234,7 +234,6 @@ def workload(
     over = max((trace.end - trace.start) / unit, events[-1].time if events else 0.0)
     return Workload(
         trace.name,
-        0,
         capacity,
         count,
         active or trace.active,

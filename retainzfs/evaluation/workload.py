@@ -74,7 +74,6 @@ Event = Save | Delete
 @dataclass(frozen=True)
 class Workload:
     name: str
-    seed: int
     capacity: int  # bytes of a zone
     zones: int  # for data, the one that is held back for collection included
     active: int  # zones that data may have active
@@ -128,7 +127,6 @@ class Family:
         anchors = tuple(self._anchors(room, chance))
         made = Workload(
             self.name,
-            seed,
             self.zone_size,
             self.zones,
             self.active,
