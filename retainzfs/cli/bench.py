@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import platform
+import shutil
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict
@@ -17,6 +18,7 @@ from retainzfs.bench.figures import Sheet
 from retainzfs.bench.targets import Bench
 from retainzfs.cli.output import size_argument
 from retainzfs.errors import UsageError
+from retainzfs.lifetimes import format_size
 
 if TYPE_CHECKING:
     from retainzfs.cli.output import Commands
@@ -39,6 +41,7 @@ MEASURES: Final[dict[str, Callable[[Bench], None]]] = {
     "mount": small.bench_mount,
 }
 SIZE: Final = 1 << 30
+ROOM: Final = 9  # times the size, that a measure takes on the disk at most
 REPETITIONS: Final = 5
 
 
@@ -47,8 +50,8 @@ def add_commands(commands: Commands) -> None:
         "bench",
         help="measure speed beside other filesystems",
         description="Measures the data path on the disk that DIR is on, beside what else could be "
-        "used there, and prints how they compare. Takes up to 9 times SIZE of room, and some "
-        "minutes; nothing is left behind.",
+        f"used there, and prints how they compare. Takes up to {ROOM} times SIZE of room, and "
+        "some minutes; nothing is left behind.",
         epilog=_epilog(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -73,6 +76,11 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError(f"no measure {unknown[0]!r}; known: {', '.join(MEASURES)}")
     if arguments.repetitions < 1:
         raise UsageError("--repetitions: at least 1")
+    free = shutil.disk_usage(arguments.directory).free
+    if free < ROOM * arguments.size:
+        raise UsageError(
+            f"{arguments.directory}: {format_size(free)} free, and {ROOM} times --size is needed"
+        )
     machine: dict[str, str | int | float | None] = {
         "processors": os.cpu_count(),
         "kernel": platform.release(),
