@@ -93,7 +93,7 @@ class Accounts:
             self.table.drop_live(zone, inode.generation, count * BLOCK, self.round_of())
 
     def regroup(self, inode: Inode, generation: int) -> None:
-        for extent in (*inode.extents, *inode.shadow):
+        for extent in (*inode.extents, *(inode.shadow or ())):
             run = extent.run
             if run.zone >= 0 and not run.failed:
                 zone = self.table[run.zone]

@@ -83,7 +83,7 @@ class Inode:
         # From here on: what is not on the medium.
         self.logged_size = 0  # the size that the journal knows
         self.dirty = Spans()  # blocks whose extents the journal does not know yet
-        self.shadow: list[Extent] = []
+        self.shadow: list[Extent] | None = None  # what the journal knows and `extents` does not
         self.fresh = 0  # extents mapped since the last commit
         self.known_content = b""  # `content` as the journal knows it
         self.changed = 0  # the round that carries, or will carry, its newest record
@@ -151,14 +151,16 @@ def _block_of(extent: Extent) -> int:
     return extent.block
 
 
+_NO_SPANS: list[int] = []  # stays empty
+
+
 class Spans:
     """A set of blocks, or bytes, as sorted spans [start, end) that neither touch nor overlap."""
 
     __slots__ = ("_ends", "_starts")
 
     def __init__(self, spans: Iterable[Span] = ()) -> None:
-        self._starts: list[int] = []
-        self._ends: list[int] = []
+        self._starts = self._ends = _NO_SPANS  # every file has such a set, and few have spans
         for start, end in spans:
             self.add(start, end)
 
@@ -171,6 +173,8 @@ class Spans:
     def add(self, start: int, end: int) -> None:
         if start >= end:
             return
+        if self._starts is _NO_SPANS:
+            self._starts, self._ends = [], []
         starts, ends = self._starts, self._ends
         i = bisect_left(ends, start)  # the first span that touches or lies behind
         j = bisect_right(starts, end)  # behind the last one that touches

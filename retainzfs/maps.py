@@ -97,7 +97,9 @@ class Maps:
         inode.blocks -= sum(extent.blocks for extent in dropped)
         for extent in dropped:
             kept = list(inode.dirty.outside(extent)) if keep else []
-            inode.shadow += kept
+            if kept:
+                inode.shadow = inode.shadow or []
+                inode.shadow += kept
             lost = extent.blocks - sum(e.blocks for e in kept)
             if lost:
                 self._lose(inode, extent.run, lost)
@@ -112,7 +114,7 @@ class Maps:
         known: list[Extent] = []
         rest: list[Extent] = []
         spans = Spans((e.block, e.end) for e in failed)
-        for extent in inode.shadow:
+        for extent in inode.shadow or ():
             outside = list(spans.outside(extent))
             rest += outside
             known += Spans((e.block, e.end) for e in outside).outside(extent)
@@ -133,18 +135,18 @@ class Maps:
         inode.content = inode.content[:size]
         inode.known_content = inode.known_content[:size]
         inode.dirty.cut(end)
-        for extent in inode.shadow:
+        for extent in inode.shadow or ():
             if extent.end > end:
                 self._lose(inode, extent.run, extent.end - max(end, extent.block))
         inode.shadow = [
-            e.part(e.block, min(e.end, end)) for e in inode.shadow if e.block < end
-        ]  # fmt: skip
+            e.part(e.block, min(e.end, end)) for e in inode.shadow or () if e.block < end
+        ] or None
 
     def drop_shadow(self, inode: Inode) -> None:
         """The journal is about to forget what `dirty` blocks were."""
-        for extent in inode.shadow:
+        for extent in inode.shadow or ():
             self._lose(inode, extent.run, extent.blocks)
-        inode.shadow = []
+        inode.shadow = None
 
     def _gain(self, inode: Inode, run: Run, count: int) -> None:
         run.owners[inode.ino] = run.owners.get(inode.ino, 0) + count

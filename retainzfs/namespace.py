@@ -51,6 +51,7 @@ class Namespace(Maps):
         self.lenient = False  # replaying what a fuzzy snapshot may already have outlived
         # Names of files that have several, in the order in which they came.
         self.links: dict[int, dict[tuple[int, bytes], None]] = {}
+        self._modes: dict[int, int] = {}  # each to itself
         self.fading: set[int] = set()  # tops in limbo whose names somebody may still have
         self._apply = {
             layout.InodeRecord: self._set_inode,
@@ -184,6 +185,15 @@ class Namespace(Maps):
             _, inode.mode, inode.uid, inode.gid, inode.nlink, inode.rdev, inode.atime_ns,
             inode.mtime_ns, inode.ctime_ns, inode.generation, inode.parent,
         ) = record  # fmt: skip
+        # There are many files: numbers that are equal shall be one object.
+        inode.mode = self._modes.setdefault(record.mode, record.mode)
+        if record.ctime_ns == record.mtime_ns:
+            inode.ctime_ns = record.mtime_ns
+        if record.atime_ns == record.mtime_ns:
+            inode.atime_ns = record.mtime_ns
+        parent = self.inodes.get(record.parent)
+        if parent is not None:
+            inode.parent = parent.ino
 
     def _set_size(self, record: layout.SizeRecord) -> None:
         inode = self._known(record.ino)
@@ -191,7 +201,7 @@ class Namespace(Maps):
             return
         if record.size > _most(inode, layout.FILE_SIZE_MAX):
             raise ValueError(f"inode {record.ino} is no file and has {record.size} bytes")
-        if record.size < inode.size:
+        if record.size < max(inode.size, len(inode.content)):
             self.cut(inode, record.size)
         inode.size = inode.logged_size = record.size
 
@@ -256,7 +266,7 @@ class Namespace(Maps):
                 self.links[record.ino] = {(child.parent, child.name): None}
             if record.ino in self.links:
                 self.links[record.ino][place] = None
-        parent.entries[record.name] = record.ino
+        parent.entries[record.name] = record.ino if child is None else child.ino
         if child is not None:
             child.name = record.name
             self.version += child.is_dir
@@ -338,7 +348,7 @@ class Namespace(Maps):
         for extent in inode.extents:
             for part in inode.dirty.outside(extent):
                 yield map_record(inode.ino, part)
-        for extent in inode.shadow:
+        for extent in inode.shadow or ():
             yield map_record(inode.ino, extent)
         for name, value in (inode.xattrs or {}).items():
             yield layout.XattrRecord(inode.ino, name, value)

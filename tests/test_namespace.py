@@ -92,7 +92,7 @@ class Machine:
         ends = [(e.block, e.end) for e in self.inode.extents]
         assert ends == sorted(ends), "extents are sorted"
         held: dict[Run, int] = {}
-        for extent in (*self.inode.extents, *self.inode.shadow):
+        for extent in (*self.inode.extents, *(self.inode.shadow or ())):
             assert extent.first + extent.blocks <= extent.run.length, "an extent left its run"
             held[extent.run] = held.get(extent.run, 0) + extent.blocks
         for run, blocks in held.items():
