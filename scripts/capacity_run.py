@@ -37,8 +37,8 @@ from retainzfs.device import BLOCK, Geometry
 from retainzfs.device.faults import PowerCut
 from retainzfs.device.pattern import Pattern, PatternDevice
 from retainzfs.journal import metadata_zones
+from retainzfs.layout import stored
 from retainzfs.lifetimes.units import format_size
-from retainzfs.planning import stored
 from retainzfs.volume import ROOT, FSError, Options, Volume
 from retainzfs.zones import EMERGENCY_ZONES
 from tests.helpers import FILE, UUID, until_power_cut

@@ -233,10 +233,8 @@ class Month(Source):
         """Fill the zones, and put a snapshot that says with what at the end of the log."""
         zone = self.archive[0]
         for start, length in runs_of(self.shape.capacity):
-            header = layout.TRAILER_HEADER.pack(
-                layout.TRAILER_MAGIC, length, ARCHIVE, 0, UUID[:8]
-            )
-            data = aligned(self.pattern.make(start, length))
+            header = layout.TRAILER_HEADER.pack(layout.TRAILER_MAGIC, length, ARCHIVE, 0, UUID[:8])
+            data = aligned(bytes(self.pattern.make(start, length)))
             sums = await self.device.append(zone, start * BLOCK, data, header)
             self.runs.append((start, length, sums.trailer.to_bytes(4, "little")))
         await self.device.finish(zone)
@@ -314,7 +312,7 @@ class Month(Source):
         if {ino: volume.inode(ino).size for ino in inodes} != self.sizes:
             raise Difference("the archive has other files, or sizes")
         self.result.verified += await self.verify(volume, self.jobs, quiet=True)
-        for ino in random.Random(self.args.seed).sample(sorted(self.sizes), min(SAMPLE, len(self.sizes))):
+        for ino in random.Random(self.args.seed).choices(sorted(self.sizes), k=SAMPLE):
             await self._compare_archived(volume, ino)
             self.result.verified += self.sizes[ino]
 
@@ -384,9 +382,18 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def measured(name: str, args: argparse.Namespace) -> Result:
-    """Run one device. All figures but those of time and memory follow from the arguments."""
-    shape = SHAPES[name].shrunk(args.shrink)
-    return deterministic(args.seed, Month(name, shape, args).run)
+    """Run one device. All figures but those of time and memory follow from the arguments.
+
+    Raises Difference.
+    """
+    month = Month(name, SHAPES[name].shrunk(args.shrink), args)
+    try:
+        return deterministic(args.seed, month.run)
+    except BaseExceptionGroup as group:
+        error: BaseException = group
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        raise error from None
 
 
 def main(arguments: list[str]) -> int:
@@ -394,8 +401,12 @@ def main(arguments: list[str]) -> int:
     results = []
     for name in args.device or SHAPES:
         # A process of its own: memory is what this device takes.
-        with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-            results.append(pool.submit(measured, name, args).result())
+        with ProcessPoolExecutor(1, get_context("fork")) as pool:
+            try:
+                results.append(pool.submit(measured, name, args).result())
+            except Difference as error:
+                print(f"scripts/scale: {name}: {error}", file=sys.stderr)
+                return 1
     print(report(results))
     if args.json:
         Path(args.json).write_text(json.dumps([asdict(r) for r in results], indent=1) + "\n")
