@@ -68,13 +68,18 @@ class Reclaim:
         """Reset every zone that may be; return how many."""
         async with self._resetting:
             done = 0
-            while zones := self.table.resettable(self.committer.durable_round)[:BATCH]:
-                for zone in zones:
-                    self.table.seal(zone)  # nobody is offered its tail while it is being reset
-                reset = await self._reset(zones)
-                done += reset
-                if reset < len(zones):
-                    break  # the device has trouble: the rest can wait for the next round
+            while dead := self.table.resettable(self.committer.durable_round):
+                # Thousands may be dead: they are not all looked at for each batch.
+                for start in range(0, len(dead), BATCH):
+                    durable = self.committer.durable_round
+                    batch = dead[start : start + BATCH]
+                    zones = [zone for zone in batch if self.table.may_reset(zone, durable)]
+                    for zone in zones:
+                        self.table.seal(zone)  # nobody is offered its tail while it is being reset
+                    reset = await self._reset(zones) if zones else 0
+                    done += reset
+                    if reset < len(zones):
+                        return done  # the device has trouble: the rest can wait for the next round
             return done
 
     async def _reset(self, zones: list[Zone]) -> int:

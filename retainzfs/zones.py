@@ -228,12 +228,16 @@ class ZoneTable:
         idle = [z for z in self._data() if z.state is State.OPEN and not (z.reserved or z.sealed)]
         return min(idle, key=lambda zone: zone.last_used, default=None)
 
+    def may_reset(self, zone: Zone, durable: int) -> bool:
+        """Whether a reset loses nothing: nothing lives, is promised or is being read, and every
+        record that freed bytes is durable (journal sequence <= `durable`). `seal` the zone before
+        the reset is issued, so that nobody is offered it meanwhile."""
+        return zone.dead and not (zone.pins or zone.sealed) and zone.freed_at <= durable
+
     def resettable(self, durable: int) -> list[Zone]:
-        """Zones whose reset loses nothing, by index: nothing lives, is promised or is being read,
-        and every record that freed bytes is durable (journal sequence <= `durable`). `seal` one
-        before the reset is issued, so that nobody is offered it meanwhile."""
+        """Zones that may be reset, by index."""
         dead = (self.zones[index] for index in sorted(self._dead))
-        return [z for z in dead if not (z.pins or z.sealed) and z.freed_at <= durable]
+        return [zone for zone in dead if self.may_reset(zone, durable)]
 
     def resetting(self) -> bool:
         """Whether a zone is dead and being reset."""
