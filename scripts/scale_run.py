@@ -187,22 +187,17 @@ class Month(Source):
         async with self._mounted("empty"):
             pass
         await self._fill()
-        async with self._mounted("filled") as volume:
-            await self._begin(volume)
+        async with self._mounted("filled"):
+            await self._begin()
             started = time.process_time()
             forget_peak()
-            await self._work(volume)
+            await self._work()
             result.month_s = time.process_time() - started
             result.month_peak = memory("VmHWM")
-            self._account(volume)
-        async with self._mounted("after the month") as volume:
-            for job in self.jobs:
-                job.volume = volume
-            await self._verify(volume)
+            self._account(self.jobs[0].volume)
         with until_power_cut():
-            async with Volume.mounted(device, options()) as volume:
-                for job in self.jobs:
-                    job.volume = volume
+            async with self._mounted("after the month"):
+                await self._verify(self.jobs[0].volume)
                 device.cut_at = device.statistics()["appended_bytes"] + self.shape.save // 2
                 await self.jobs[0].save(self.jobs[0].kept[-1] + STRIDE, self)
         result.lost = device.power_cycle()
@@ -215,7 +210,9 @@ class Month(Source):
 
     @asynccontextmanager
     async def _mounted(self, name: str) -> AsyncIterator[Volume]:
-        """Mount, and take what it costs."""
+        """Mount for the jobs, and take what it costs."""
+        for job in self.jobs:
+            vars(job).pop("volume", None)  # it takes memory
         gc.collect()
         forget_peak()
         took = self.result.mounts[name] = Mounting(before=memory("VmRSS"))
@@ -223,6 +220,8 @@ class Month(Source):
         async with Volume.mounted(self.device, options()) as volume:
             took.seconds = time.process_time() - started
             took.after, took.peak = memory("VmRSS"), memory("VmHWM")
+            for job in self.jobs:
+                job.volume = volume
             yield volume
             started = time.process_time()
         took.unmount_s = time.process_time() - started
@@ -273,13 +272,12 @@ class Month(Source):
 
     # The month
 
-    async def _begin(self, volume: Volume) -> None:
+    async def _begin(self) -> None:
         for job in self.jobs:
-            job.volume = volume
             job.top = await job.directory(job.name, ROOT)
-            await volume.setxattr(job.top, b"user.retainz.keep_last", b"%d" % job.keep)
+            await job.volume.setxattr(job.top, b"user.retainz.keep_last", b"%d" % job.keep)
 
-    async def _work(self, volume: Volume) -> None:
+    async def _work(self) -> None:
         async with trio.open_nursery() as nursery:
             for index, job in enumerate(self.jobs):
                 nursery.start_soon(self._saves, job, job.cadence_s * index / len(self.jobs))
