@@ -15,10 +15,11 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from retainzfs.lanes import Lanes
+from retainzfs.layout import stored
 from retainzfs.namespace import Namespace
 from retainzfs.placement import Plan, Policy, Request, View
 from retainzfs.placement.admission import Room, Rule, fresh
-from retainzfs.planning import HINTED, Hint, Lane, of_files, stored
+from retainzfs.planning import HINTED, Hint, Lane, of_files
 from retainzfs.reclaim import Reclaim
 from retainzfs.zone import LOST, Zone
 

@@ -54,6 +54,7 @@ class Committer:
         self._generations: dict[int, int] = {}  # generation → round of its newest record
         self.failed: errors.RetainzError | None = None
         self.rounds = 0
+        self.snapshots = 0  # that are complete
         self.interval_s = interval_s
         self._durable = durable
         self._queue: list[bytes | int] = []  # operations, and inodes whose bytes go before the next
@@ -269,6 +270,7 @@ class Committer:
         failpoints.reach("commit-durable")
         if closing:
             self._snapshot = None
+            self.snapshots += 1
             self.journal.snapshot_complete(self._snapshot_size)
             self._grown -= self._before[0]
             self._shrunk -= self._before[1]

@@ -18,7 +18,6 @@ import pyfuse3
 from retainzfs import observe
 from retainzfs.generations import chronicle
 from retainzfs.volume import ROOT, Volume
-from retainzfs.zone import Kind
 
 NAME = b".retainz"
 FIRST = 1 << 48
@@ -97,7 +96,7 @@ class Control:
         table = self._volume.table
         zones = {
             "zone_capacity": table.capacity,
-            "zones": sum(zone.kind is not Kind.METADATA for zone in table.zones),
+            "zones": table.count,
             "active": table.data_active_limit,
         }
         told = chronicle(self._volume.retention)

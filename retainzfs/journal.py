@@ -19,6 +19,7 @@ Invariants
 from __future__ import annotations
 
 from contextlib import suppress
+from itertools import islice
 
 from retainzfs import errors, failpoints, layout
 from retainzfs._zio import Slot
@@ -108,18 +109,20 @@ class Journal:
         """Whether so many bytes of log leave room for the snapshot that follows a crash, of `size`
         bytes of records."""
         here = self.write_pointer + nbytes + BLOCK <= self.capacity and not self.torn
-        return self._left - (0 if here else self._span(nbytes)) >= self._span(size)
+        return self._leaves((0 if here else self._span(nbytes)) + self._span(size))
 
     def spacious(self, size: int) -> bool:
         """Whether the log may go on between the slices of a snapshot of `size` bytes."""
         span = 0 if self._fits_here(size) else self._span(size)
-        return self._left - span - 1 >= self._span(size + self.batch_max)
+        return self._leaves(span + 1 + self._span(size + self.batch_max))
 
-    @property
-    def _left(self) -> int:
-        """Zones that hold nothing which a mount needs."""
-        needed = {zone for p, zone in self.chain.items() if p >= self.snapshot_position}
-        return self.zones - len(needed | self._stuck())
+    def _leaves(self, count: int) -> bool:
+        """Whether so many zones hold nothing that a mount needs. This is asked in every round, so
+        no more zones are looked at than that takes."""
+        positions = range(self.snapshot_position, self.position + 1)
+        needed = {self.chain.get(position) for position in positions}
+        left = (z for z in range(self.zones) if z not in needed and not self._is_stuck(z))
+        return len(list(islice(left, count))) == count
 
     def _span(self, nbytes: int) -> int:
         """Return how many zones so many bytes of records take at most, from a fresh one on."""
@@ -289,9 +292,11 @@ class Journal:
         return dict.fromkeys(self._refused, Condition.READ_ONLY) | told
 
     def _stuck(self) -> set[int]:
-        """Return the same without asking the device: this is looked at in every round."""
-        zones = range(self.zones)
-        return self._refused | {z for z in zones if self.device.known(z).condition in STUCK}
+        """Return the same without asking the device."""
+        return set(filter(self._is_stuck, range(self.zones)))
+
+    def _is_stuck(self, zone: int) -> bool:
+        return zone in self._refused or self.device.known(zone).condition in STUCK
 
     async def _write(self, data: bytes) -> None:
         zone = self.chain[self.position]

@@ -16,7 +16,7 @@ import trio
 
 from retainzfs import errors, failpoints, placement
 from retainzfs.device import Device
-from retainzfs.layout import BLOCK, INLINE_SUMS_MAX
+from retainzfs.layout import BLOCK, INLINE_SUMS_MAX, stored
 from retainzfs.planning import (
     DATA_KINDS,
     HINTED,
@@ -26,7 +26,6 @@ from retainzfs.planning import (
     Planning,
     fit,
     of_files,
-    stored,
     usable,
 )
 from retainzfs.trouble import Trouble

@@ -52,6 +52,12 @@ FILE_TYPES = frozenset(
 )  # fmt: skip
 
 
+def stored(nbytes: int) -> int:
+    """Return the bytes that so many data bytes take on the device at most, trailers included."""
+    blocks = -(-nbytes // BLOCK)
+    return (blocks + -(-blocks // RUN_BLOCKS_MAX) + 1) * BLOCK
+
+
 class Superblock(NamedTuple):
     """First block of every metadata zone in use."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from retainzfs.lifetimes import FileClass
@@ -20,8 +21,7 @@ def statistics(volume: Volume) -> dict[str, Any]:
     table, stream = volume.table, volume.stream
     totals = table.totals
     host = stream.written + volume.journal.appended
-    states = [zone.state for zone in table.zones if zone.kind is not Kind.METADATA]
-    states += _stuck(volume).values()
+    states = table.states() + Counter(_stuck(volume).values())
     return {
         "target": volume.device.name,
         "uuid": volume.uuid.hex(),
@@ -35,12 +35,12 @@ def statistics(volume: Volume) -> dict[str, Any]:
         "tail": totals.tail + totals.stranded,
         "zones": {
             "capacity": table.capacity,
-            "empty": states.count(State.EMPTY),
-            "open": states.count(State.OPEN),
-            "active": states.count(State.OPEN) + states.count(State.CLOSED),
-            "full": states.count(State.FULL),
-            "read_only": states.count(State.READ_ONLY),
-            "offline": states.count(State.OFFLINE),
+            "empty": states[State.EMPTY],
+            "open": states[State.OPEN],
+            "active": states[State.OPEN] + states[State.CLOSED],
+            "full": states[State.FULL],
+            "read_only": states[State.READ_ONLY],
+            "offline": states[State.OFFLINE],
             "reset_total": volume.reclaim.resets,
         },
         "write_amplification": host / volume.logical if volume.logical else None,

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 import trio
 
 from retainzfs import placement
-from retainzfs.layout import BLOCK, INLINE_SUMS_MAX, RUN_BLOCKS_MAX
+from retainzfs.layout import BLOCK, INLINE_SUMS_MAX, stored
 from retainzfs.zone import Kind
 from retainzfs.zones import ZoneTable
 
@@ -100,12 +100,6 @@ def fit(tail_blocks: int, want: int) -> int:
     return (
         tail_blocks - 1 if tail_blocks - 1 > INLINE_SUMS_MAX else min(tail_blocks, INLINE_SUMS_MAX)
     )
-
-
-def stored(nbytes: int) -> int:
-    """Return the bytes that so many data bytes take on the device at most, trailers included."""
-    blocks = -(-nbytes // BLOCK)
-    return (blocks + -(-blocks // RUN_BLOCKS_MAX) + 1) * BLOCK
 
 
 def of_files(nbytes: int, files: int) -> int:

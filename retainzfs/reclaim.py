@@ -18,16 +18,15 @@ from retainzfs.committer import Committer
 from retainzfs.copying import Copier, Routes
 from retainzfs.device import Condition, Device
 from retainzfs.lanes import Lanes
-from retainzfs.layout import BLOCK
+from retainzfs.layout import BLOCK, stored
 from retainzfs.namespace import Namespace
 from retainzfs.placement import collection
-from retainzfs.planning import stored, usable
+from retainzfs.planning import usable
 from retainzfs.stream import Stream
-from retainzfs.zone import Kind, State, Zone, summary
+from retainzfs.zone import GAIN_LEAST, Kind, Zone, summary
 
 log = logging.getLogger(__name__)
 
-GAIN_LEAST = 4 * BLOCK  # copying a zone for less would run in circles over trailers
 SETTLE = 3  # commits before one gives up, since others go on writing meanwhile
 BATCH = 64  # zones that are reset at once: whoever waits for room shall not wait for thousands
 
@@ -69,13 +68,18 @@ class Reclaim:
         """Reset every zone that may be; return how many."""
         async with self._resetting:
             done = 0
-            while zones := self.table.resettable(self.committer.durable_round)[:BATCH]:
-                for zone in zones:
-                    self.table.seal(zone)  # nobody is offered its tail while it is being reset
-                reset = await self._reset(zones)
-                done += reset
-                if reset < len(zones):
-                    break  # the device has trouble: the rest can wait for the next round
+            while dead := self.table.resettable(self.committer.durable_round):
+                # Thousands may be dead: they are not all looked at for each batch.
+                for start in range(0, len(dead), BATCH):
+                    durable = self.committer.durable_round
+                    batch = dead[start : start + BATCH]
+                    zones = [zone for zone in batch if self.table.may_reset(zone, durable)]
+                    for zone in zones:
+                        self.table.seal(zone)  # nobody is offered its tail while it is being reset
+                    reset = await self._reset(zones) if zones else 0
+                    done += reset
+                    if reset < len(zones):
+                        return done  # the device has trouble: the rest can wait for the next round
             return done
 
     async def _reset(self, zones: list[Zone]) -> int:
@@ -138,7 +142,7 @@ class Reclaim:
                 if self.lanes.holds(nbytes):
                     return
                 if commits == SETTLE:
-                    if any(zone.dead and zone.pins for zone in self.table.zones):
+                    if self.table.awaited():
                         await self.lanes.change()  # who reads there will soon be done
                         continue
                     raise errors.NoSpace(
@@ -161,7 +165,7 @@ class Reclaim:
 
     def _hopeless(self, nbytes: int) -> bool:
         """Whether copying everything that can be copied would still not make room."""
-        gains = sum(max(0, self._gain(zone)) for zone in self.candidates())
+        gains = sum(max(0, zone.gain) for zone in self.candidates())
         waiting = sum(self.stream.staged().values())
         kept = 0 if self.table.borrowed else self.table.capacity
         return self._usable() + gains < waiting + nbytes + kept
@@ -228,9 +232,7 @@ class Reclaim:
 
     def _victim(self) -> Zone | None:
         """The best zone to empty that can be emptied."""
-        victims = [
-            self.victim(zone) for zone in self.candidates() if self._gain(zone) >= GAIN_LEAST
-        ]
+        victims = [self.victim(zone) for zone in self.candidates() if zone.gain >= GAIN_LEAST]
         unit = self.lanes.unit_s()
         for victim in collection.ranked(victims, self.now_s(), unit, self.rank):
             zone = self.table[victim.zone]
@@ -246,16 +248,12 @@ class Reclaim:
         )
 
     def candidates(self) -> list[Zone]:
-        """Zones that could be emptied, whether that gains something or not."""
+        """Zones that could be emptied, active ones whether that gains something or not."""
         spare = self.lanes.spare()
         return [
             zone
-            for zone in self.table.zones
-            if zone.kind is not Kind.METADATA
-            # The zone that copies go to; once it is full it is one like any other.
-            and not (zone.kind is Kind.COLLECTION and zone.active)
-            and zone.state in (State.FULL, State.CLOSED, State.OPEN)
-            and not zone.reserved
+            for zone in self.table.loose()
+            if not zone.reserved
             and zone.live_bytes
             and self._stubborn.get(zone.index) != (zone.epoch, zone.live_bytes)
             # To finish it strands its tail, which what is staged may count on.
@@ -327,11 +325,6 @@ class Reclaim:
         self.copier.adopt(kind)
         if victim.epoch == epoch and victim.live_bytes and not stop():
             self._stubborn[victim.index] = (epoch, victim.live_bytes)
-
-    @staticmethod
-    def _gain(zone: Zone) -> int:
-        """Bytes won by moving the zone's live bytes elsewhere, trailers included."""
-        return zone.capacity - zone.tail - stored(zone.live_bytes)
 
     def _usable(self) -> int:
         """Bytes that writers or the next collection can use as they are."""

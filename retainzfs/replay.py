@@ -96,9 +96,7 @@ class ZoneLog:
 async def read_superblocks(device: Device) -> dict[int, Superblock]:
     """Return zone → superblock for every zone that begins with a complete one."""
     found: dict[int, Superblock] = {}
-    report = device.report()
-    limit = metadata_zones(len(report))
-    for zone in report[:limit]:
+    for zone in device.report(range(metadata_zones(device.geometry.zone_count))):
         if zone.write_pointer < BLOCK and zone.condition is not Condition.FULL:
             continue
         if zone.condition is Condition.OFFLINE:
@@ -161,9 +159,8 @@ def _give_up(device: Device, replay: Replay, chain: dict[int, int], zones: list[
 
     Each mount that a power cut ends early leaves one; kept, they would fill the metadata zones.
     """
-    report = device.report()
     while not any(batch.header.sequence <= replay.needed for batch in zones[-1].batches):
-        if report[chain[zones[-1].position]].condition is Condition.READ_ONLY:
+        if device.report_zone(chain[zones[-1].position]).condition is Condition.READ_ONLY:
             return  # it cannot be reset
         dropped = zones.pop()
         replay.given_up.append(chain.pop(dropped.position))

@@ -104,11 +104,9 @@ async def _serve_device(
     """Return why there was no mount (MountError), or what has stopped the volume. An exception from
     within would not end it cleanly."""
     session = False
-    gc.disable()  # what recovery makes stays: looking for garbage in it is a third of its time
     try:
         async with ServedVolume.mounted(device, setup.options) as volume:
-            gc.freeze()  # nor shall anybody wait later for all of it to be looked through
-            gc.enable()
+            gc.freeze()  # no request shall wait for all that was recovered to be looked through
             fs = Filesystem(volume, Control(volume, setup.settings), os.geteuid())
             try:
                 _mount(fs, setup)
@@ -118,7 +116,6 @@ async def _serve_device(
             await _serve_mount(fs, setup, ready)
         return volume.failed
     finally:
-        gc.enable()
         if session:
             pyfuse3.close(unmount=False)
 

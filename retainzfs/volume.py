@@ -42,10 +42,9 @@ from typing import Any
 from retainzfs import attributes, errors, generations, layout, lifetimes, observe, scrub
 from retainzfs.core import GROWTH, RESERVE, Options
 from retainzfs.inodes import Spans
-from retainzfs.layout import BLOCK
+from retainzfs.layout import BLOCK, stored
 from retainzfs.names import RENAME_EXCHANGE, RENAME_NOREPLACE, Names
 from retainzfs.namespace import ROOT, FSError, Inode
-from retainzfs.planning import stored
 
 __all__ = [
     "RENAME_EXCHANGE",

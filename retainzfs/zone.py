@@ -8,6 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
+from retainzfs.layout import BLOCK, stored
+
+GAIN_LEAST: Final = 4 * BLOCK  # copying a zone for less would run in circles over trailers
+
 
 class Kind(enum.IntEnum):
     """What a zone holds. One kind a zone; only `adopt` changes it."""
@@ -106,6 +110,11 @@ class Zone:
         """Nothing but a reset is left to do with it (which may have to wait, see `resettable`)."""
         used = self.write_pointer > 0 or self.state is State.FULL
         return used and self.idle and self.state not in LOST
+
+    @property
+    def gain(self) -> int:
+        """Bytes won by moving what lives here elsewhere, trailers included."""
+        return self.capacity - self.tail - stored(self.live_bytes)
 
     def totals(self) -> Totals:
         """Where this zone's capacity is counted."""

@@ -26,14 +26,16 @@ Invariants; `Zone.check` asserts the first two after every change:
 """
 
 import heapq
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from operator import add, sub
 from typing import Final
 
 from retainzfs.errors import NoSpace
-from retainzfs.zone import LOST, Kind, State, Totals, Zone
+from retainzfs.zone import GAIN_LEAST, LOST, Kind, State, Totals, Zone
 
 JOURNAL_ACTIVE: Final = 2  # the log and the snapshot that will replace it
 JOURNAL_OPEN: Final = 1  # one of them is written at a time
@@ -100,10 +102,12 @@ class ZoneTable:
         for index in metadata:
             self.zones[index].kind = Kind.METADATA
         self._empty = {zone.index for zone in self.zones if zone.kind is not Kind.METADATA}
+        self.count = len(self._empty)  # zones for data
         self._heap = sorted(self._empty)  # every member of _empty, and stale indexes
         self._active: dict[Kind, set[int]] = {kind: set() for kind in Kind}
         self._dead: set[int] = set()
         self._lost: set[int] = set()  # READ_ONLY and OFFLINE
+        self._loose: set[int] = set()  # FULL, and something is gained by moving what lives there
         self.totals = Totals(free=len(self._empty) * capacity)
         self.lent = False  # the emergency zone is in use; what is being collected will replace it
         self.borrowed = False  # data may have it; what a save deletes when it is done will
@@ -128,6 +132,7 @@ class ZoneTable:
         self._active[zone.kind].discard(zone.index)
         self._dead.discard(zone.index)
         self._lost.discard(zone.index)
+        self._loose.discard(zone.index)
 
     def _enter(self, zone: Zone) -> None:
         self.totals = Totals(*map(add, self.totals, zone.totals()))
@@ -138,6 +143,8 @@ class ZoneTable:
             self._active[zone.kind].add(zone.index)
         elif zone.state in LOST:
             self._lost.add(zone.index)
+        elif zone.live_bytes and zone.gain >= GAIN_LEAST:
+            self._loose.add(zone.index)
         if zone.dead:
             self._dead.add(zone.index)
 
@@ -221,16 +228,38 @@ class ZoneTable:
         idle = [z for z in self._data() if z.state is State.OPEN and not (z.reserved or z.sealed)]
         return min(idle, key=lambda zone: zone.last_used, default=None)
 
+    def may_reset(self, zone: Zone, durable: int) -> bool:
+        """Whether a reset loses nothing: nothing lives, is promised or is being read, and every
+        record that freed bytes is durable (journal sequence <= `durable`). `seal` the zone before
+        the reset is issued, so that nobody is offered it meanwhile."""
+        return zone.dead and not (zone.pins or zone.sealed) and zone.freed_at <= durable
+
     def resettable(self, durable: int) -> list[Zone]:
-        """Zones whose reset loses nothing, by index: nothing lives, is promised or is being read,
-        and every record that freed bytes is durable (journal sequence <= `durable`). `seal` one
-        before the reset is issued, so that nobody is offered it meanwhile."""
+        """Zones that may be reset, by index."""
         dead = (self.zones[index] for index in sorted(self._dead))
-        return [z for z in dead if not (z.pins or z.sealed) and z.freed_at <= durable]
+        return [zone for zone in dead if self.may_reset(zone, durable)]
 
     def resetting(self) -> bool:
         """Whether a zone is dead and being reset."""
         return any(self.zones[index].sealed for index in self._dead)
+
+    def awaited(self) -> bool:
+        """Whether a zone is dead and being read."""
+        return any(self.zones[index].pins for index in self._dead)
+
+    def loose(self) -> list[Zone]:
+        """Zones for data that may be worth emptying, by index: active ones, and full ones from
+        which something is gained."""
+        active = {zone.index for zone in self._data()}
+        return [self.zones[index] for index in sorted(self._loose | active)]
+
+    def states(self) -> Counter[State]:
+        """How many zones for data are in each state."""
+        few = chain(self._lost, *self._active.values())
+        states = Counter(self.zones[index].state for index in few)
+        states[State.EMPTY] = len(self._empty)
+        states[State.FULL] = self.count - states.total()
+        return states
 
     @property
     def worn(self) -> bool:

@@ -22,6 +22,7 @@ import resource
 import statistics
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -36,8 +37,8 @@ from retainzfs.device import BLOCK, Geometry
 from retainzfs.device.faults import PowerCut
 from retainzfs.device.pattern import Pattern, PatternDevice
 from retainzfs.journal import metadata_zones
+from retainzfs.layout import stored
 from retainzfs.lifetimes.units import format_size
-from retainzfs.planning import stored
 from retainzfs.volume import ROOT, FSError, Options, Volume
 from retainzfs.zones import EMERGENCY_ZONES
 from tests.helpers import FILE, UUID, until_power_cut
@@ -106,7 +107,7 @@ class Saver(Job):
         """Bytes of a save on the device."""
         return sum(stored(shard.size) for shard in self.shards)
 
-    async def save(self, number: int, run: Run) -> None:
+    async def save(self, number: int, run: Source) -> None:
         """Save, and delete what is kept no longer."""
         step = await self.directory(f"global_step{number}")
         files = []
@@ -147,13 +148,58 @@ class Saver(Job):
         return {b"latest"} | {b"global_step%d" % number for number in self.kept}
 
 
-class Run:
+class Source:
+    """Gives files their bytes, and compares them with what a volume has."""
+
+    def __init__(self, pattern: Pattern) -> None:
+        self.pattern = pattern
+        self._key = 0
+
+    def next_key(self, size: int) -> int:
+        """Return where the pattern of a new file of so many bytes begins."""
+        key = self._key
+        self._key += -(-size // BLOCK)
+        return key
+
+    async def compare(self, volume: Volume, ino: int, size: int, key: int) -> None:
+        """Raises Difference."""
+        if volume.inode(ino).size != size:
+            path = volume.path(ino)
+            raise Difference(f"{path}: {volume.inode(ino).size} bytes, and not {size}")
+        for at in range(0, size, PIECE):
+            piece = await volume.read(ino, at, PIECE)
+            whole = len(piece) // BLOCK
+            same = self.pattern.equal(piece[: whole * BLOCK], key + at // BLOCK) == whole
+            rest = piece[whole * BLOCK :]
+            end = self.pattern.make(key + at // BLOCK + whole, 1)[: len(rest)]
+            if not same or end != rest or len(piece) != min(PIECE, size - at):
+                raise Difference(f"{volume.path(ino)}: the bytes from {at} on differ")
+
+    async def verify(self, volume: Volume, jobs: Iterable[Saver], *, quiet: bool = False) -> int:
+        """Compare every file that is retained with what was written to it; return their bytes.
+        When it is `quiet` there must be nothing else. Raises Difference."""
+        verified = 0
+        for job in jobs:
+            there = job.names()
+            if job.kept and (job.own() - there or (quiet and there != job.own())):
+                raise Difference(f"{job.name}: {sorted(there)}, and not {sorted(job.own())}")
+            for number in job.kept:
+                step = volume.lookup(job.top, b"global_step%d" % number).ino
+                inodes = dict(volume.entries(step))
+                if inodes.keys() != {name for name, _, _ in job.files[number]}:
+                    raise Difference(f"{volume.path(step)}: {sorted(inodes)}")
+                for name, size, key in job.files[number]:
+                    await self.compare(volume, inodes[name], size, key)
+                    verified += size
+        return verified
+
+
+class Run(Source):
     """One namespace from its first byte to the last comparison."""
 
     def __init__(self, args: argparse.Namespace) -> None:
+        super().__init__(Pattern(args.seed))
         self.args = args
-        self.pattern = Pattern(args.seed)
-        self._key = 0
         self.begun = 0  # saves
         self.zone = args.zone_size // args.shrink
         zones = args.namespace // args.zone_size
@@ -178,12 +224,6 @@ class Run:
         shards = tuple(s._replace(size=s.size // self.args.shrink) for s in node(number))
         size = sum(shard.size for shard in shards)
         return Saver(f"job{index}", keep, 0, STRIDE, CADENCE_S, size, SAVE_S, shards=shards)
-
-    def next_key(self, size: int) -> int:
-        """Return where the pattern of a new file of so many bytes begins."""
-        key = self._key
-        self._key += -(-size // BLOCK)
-        return key
 
     def options(self) -> Options:
         return replace(options(), policy=self.args.policy)
@@ -277,38 +317,11 @@ class Run:
                 self.overheads.append((totals.dead + totals.tail + totals.stranded) / self.zone)
 
     async def _verify(self, volume: Volume, *, quiet: bool = False) -> int:
-        """Compare every file that is retained with what was written to it; return their bytes.
-        When it is `quiet` there must be nothing else. Raises Difference."""
         started = time.monotonic()
-        verified = 0
-        for job in (*self.jobs, self.anchors):
-            there = job.names()
-            if job.kept and (job.own() - there or (quiet and there != job.own())):
-                raise Difference(f"{job.name}: {sorted(there)}, and not {sorted(job.own())}")
-            for number in job.kept:
-                step = volume.lookup(job.top, b"global_step%d" % number).ino
-                inodes = dict(volume.entries(step))
-                if inodes.keys() != {name for name, _, _ in job.files[number]}:
-                    raise Difference(f"{volume.path(step)}: {sorted(inodes)}")
-                for name, size, key in job.files[number]:
-                    await self._compare(volume, inodes[name], size, key)
-                    verified += size
+        verified = await self.verify(volume, (*self.jobs, self.anchors), quiet=quiet)
         self.result.verified += verified
         self.result.verify_seconds += time.monotonic() - started
         return verified
-
-    async def _compare(self, volume: Volume, ino: int, size: int, key: int) -> None:
-        if volume.inode(ino).size != size:
-            path = volume.path(ino)
-            raise Difference(f"{path}: {volume.inode(ino).size} bytes, and not {size}")
-        for at in range(0, size, PIECE):
-            piece = await volume.read(ino, at, PIECE)
-            whole = len(piece) // BLOCK
-            same = self.pattern.equal(piece[: whole * BLOCK], key + at // BLOCK) == whole
-            rest = piece[whole * BLOCK :]
-            end = self.pattern.make(key + at // BLOCK + whole, 1)[: len(rest)]
-            if not same or end != rest or len(piece) != min(PIECE, size - at):
-                raise Difference(f"{volume.path(ino)}: the bytes from {at} on differ")
 
     def _account(self, told: dict[str, Any], before: dict[str, Any] | None = None) -> None:
         """Take over what a mount has counted."""

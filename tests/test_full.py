@@ -18,11 +18,10 @@ from retainzfs.device import Geometry
 from retainzfs.device.memory import MemoryDevice
 from retainzfs.errors import NoSpace
 from retainzfs.journal import METADATA_ZONES_MIN
-from retainzfs.layout import BLOCK
-from retainzfs.planning import stored, usable
-from retainzfs.reclaim import GAIN_LEAST
+from retainzfs.layout import BLOCK, stored
+from retainzfs.planning import usable
 from retainzfs.volume import ROOT, Volume
-from retainzfs.zone import Kind
+from retainzfs.zone import GAIN_LEAST, Kind
 from tests.helpers import (
     DIRECTORY,
     FILE,

@@ -7,8 +7,8 @@ import trio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from retainzfs.layout import BLOCK, INLINE_SUMS_MAX, RUN_BLOCKS_MAX
-from retainzfs.planning import fit, stored
+from retainzfs.layout import BLOCK, INLINE_SUMS_MAX, RUN_BLOCKS_MAX, stored
+from retainzfs.planning import fit
 from retainzfs.volume import ROOT
 from retainzfs.zone import Kind
 from tests.helpers import DIRECTORY, formatted, mounted, put, small_device, zones_of

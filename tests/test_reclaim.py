@@ -9,10 +9,11 @@ from collections.abc import Sequence
 import pytest
 import trio
 
+from retainzfs import reclaim
 from retainzfs.errors import FSError, NoSpace
 from retainzfs.layout import BLOCK
-from retainzfs.reclaim import BATCH
 from retainzfs.volume import ROOT, Volume
+from retainzfs.zone import Zone
 from tests.helpers import (
     FILE,
     content,
@@ -146,6 +147,7 @@ async def test_overwriting_for_ever_needs_no_more_space() -> None:
 
 
 async def test_many_dead_zones_are_reset_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reclaim, "BATCH", 4)
     device = await formatted(small_device(zones=160))
     async with mounted(device) as volume:
         await volume.fsync(await put(volume, ROOT, b"large", bytes(100 * (256 << 10))))
@@ -156,11 +158,20 @@ async def test_many_dead_zones_are_reset_some_at_a_time(monkeypatch: pytest.Monk
             resets.append(len(zones))
             await real(zones)
 
+        looked: list[Zone] = []
+        may_reset = volume.table.may_reset
+
+        def look(zone: Zone, durable: int) -> bool:
+            looked.append(zone)
+            return may_reset(zone, durable)
+
         monkeypatch.setattr(device, "reset", reset)
+        monkeypatch.setattr(volume.table, "may_reset", look)
         await volume.unlink(ROOT, b"large")
         await volume.reclaim.collect()
-        assert max(resets) == BATCH
+        assert max(resets) == 4
         assert sum(resets) >= 100
+        assert len(looked) < 4 * sum(resets), "not all that is dead for each batch"
 
 
 async def test_a_zone_is_not_reset_before_the_delete_is_durable() -> None:

@@ -1,5 +1,7 @@
 """The zone table: every index against a count over all zones, and the ledger of active zones."""
 
+from collections import Counter
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -7,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from retainzfs.errors import NoSpace
 from retainzfs.placement import to_finish
-from retainzfs.zone import Kind, State, Totals, Zone, summary
+from retainzfs.zone import GAIN_LEAST, Kind, State, Totals, Zone, summary
 from retainzfs.zones import ZoneTable, slot_limits
 
 pytestmark = pytest.mark.pure
@@ -196,6 +198,16 @@ class Machine(RuleBasedStateMachine):
         for kind in DATA:
             mine = [zone for zone in active if zone.kind is table.group(kind)]
             assert table.active(kind) == mine
+
+    @invariant()
+    def loose_and_states_follow(self) -> None:
+        zones = self.data()
+        assert self.table.states() == Counter(zone.state for zone in zones)
+        assert self.table.awaited() == any(zone.dead and zone.pins for zone in zones)
+        full = [zone for zone in zones if zone.state is State.FULL and zone.live_bytes]
+        active = [zone for zone in zones if zone.active and zone.kind is not Kind.COLLECTION]
+        loose = [zone for zone in full if zone.gain >= GAIN_LEAST] + active
+        assert self.table.loose() == sorted(loose, key=lambda zone: zone.index)
 
     @invariant()
     def resettable_follows(self) -> None:

@@ -15,13 +15,13 @@ import random
 import sys
 from array import array
 from bisect import bisect_right
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Iterable, Sequence
 from typing import Final
 
 from retainzfs._zio import crc32c, crc32c_blocks
 from retainzfs.device.faults import PowerCut
 from retainzfs.device.memory import MemoryDevice
-from retainzfs.device.protocol import BLOCK, Geometry, Sums
+from retainzfs.device.protocol import BLOCK, Condition, Geometry, Sums
 from retainzfs.device.rules import ZoneRules, ZoneState
 
 PERIOD: Final = 31  # blocks of noise before it repeats; prime, so in step with no size of anything
@@ -152,6 +152,15 @@ class PatternDevice(MemoryDevice):
     async def start(self) -> None:
         self._off = False
         await super().start()
+
+    def repeat(self, zone: int, zones: Iterable[int]) -> None:
+        """Let empty zones hold, from now on and flushed, what a full one does; it takes no more
+        memory."""
+        state, contents = self.rules.states[zone], self._contents[zone]
+        assert state.condition is Condition.FULL, "what is shared does not change"
+        for other in zones:
+            self.rules.adopt(other, state.condition, state.pointer)
+            self._contents[other] = contents
 
     def power_cycle(self) -> int:
         """Lose what was not flushed, resets and finishes too; `start` comes next. Return the bytes
