@@ -9,7 +9,7 @@ import pytest
 from capacity_run import Difference, Run, Saver, main, parse, replayed, report
 from capacity_shards import PARAMETERS, node
 
-from retainzfs.planning import stored
+from retainzfs.layout import stored
 from tests.simulation import deterministic
 
 pytestmark = pytest.mark.volume
