@@ -406,6 +406,7 @@ class Names(Removal):
             self.committer.log_each(self.retention.overtaken(generation))
             self.lanes.close(generation)
             if self.retention.reapable(generation):
+                self._reaping.add(generation)
                 self.nursery.start_soon(self._reap, generation)
 
     async def _reap(self, generation: int) -> None:
@@ -423,6 +424,9 @@ class Names(Removal):
             await self.clear()
         except RetainzError as error:
             log.warning("reaping is left to the next save: %s", error)
+        finally:
+            self._reaping.discard(generation)
+            self.lanes.changed()
 
     async def _reap_one(self, retired: int, names: list[tuple[int, bytes]]) -> None:
         """Remove a generation. Nothing of it is freed before its names are forgotten everywhere."""

@@ -53,6 +53,7 @@ class Reclaim:
         self.copier = copier
         self.now_s = now_s
         self.rank = rank
+        self.reaping: Callable[[], bool] = lambda: False  # retired generations are being deleted
         self.resets = 0
         self.collections = 0
         self.compactions = 0  # zones moved in idle time
@@ -155,12 +156,16 @@ class Reclaim:
                 await self.reset_dead()
 
     async def gain(self, nbytes: int = 0) -> bool:
-        """Gain some room: from what is dead, or by emptying one zone. False when there is nothing
-        to gain, or too little for so many bytes. The caller holds the turn."""
+        """Gain some room: from what is dead, from what is about to be, or by emptying one zone.
+        False when there is nothing to gain, or too little for so many bytes. The caller holds the
+        turn."""
         if self.table.resettable(self.committer.round):
             await self.committer.commit()
             if await self.reset_dead():
                 return True
+        if self.reaping():
+            await self.lanes.change()
+            return True
         return not self._hopeless(nbytes) and await self._collect_one()
 
     def _hopeless(self, nbytes: int) -> bool:

@@ -33,6 +33,8 @@ class Removal(Core):
     def __init__(self, *parts: Any) -> None:
         super().__init__(*parts)
         self._clearing = trio.Lock()
+        self._reaping: set[int] = set()  # generations whose predecessors are being deleted
+        self.reclaim.reaping = lambda: bool(self._reaping)
 
     @classmethod
     @asynccontextmanager

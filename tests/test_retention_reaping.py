@@ -11,6 +11,7 @@ import pytest
 import trio.testing
 
 from retainzfs import fsck
+from retainzfs.layout import BLOCK
 from retainzfs.volume import ROOT, FSError, Volume
 from tests.helpers import (
     FILE,
@@ -297,3 +298,34 @@ async def test_an_anchor_is_protected() -> None:
         await checkpoint(volume, ROOT, 4)
         await settled(volume)
         assert set(states(volume)) == {4}
+
+
+async def test_a_writer_waits_for_what_is_being_reaped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The room of a retired generation comes back a moment after its name has gone."""
+    device = await formatted(small_device())
+    async with mounted(device) as volume:
+        await volume.setxattr(ROOT, b"user.retainz.keep_last", b"1")
+        await volume.setxattr(ROOT, b"user.retainz.reap", b"1")
+        others = volume.table.capacity  # beside three saves, and what is held back
+        save = (volume.statfs().available * BLOCK - others) // 3
+        kept = await directory(volume, b"kept")
+        await volume.setxattr(kept, b"user.retainz.reap", b"0")
+        await put(volume, kept, b"filler.bin", bytes(save))
+        await put(volume, ROOT, b"step-1.bin", bytes(save))
+        fading, forgotten = trio.Event(), trio.Event()
+
+        async def reaped() -> None:
+            fading.set()
+            await forgotten.wait()
+
+        monkeypatch.setattr(volume, "reaped", reaped)
+        await put(volume, ROOT, b"step-2.bin", bytes(save))
+        await fading.wait()
+        assert volume.statfs().available * BLOCK < save
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(put, volume, ROOT, b"step-3.bin", bytes(save))
+            await trio.testing.wait_all_tasks_blocked()
+            assert volume.copier.copied == 0, "nor is anything copied for what comes for nothing"
+            forgotten.set()
+        await settled(volume)
+        assert states(volume) == {3: "complete"}
