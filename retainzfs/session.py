@@ -35,7 +35,7 @@ from retainzfs.volume import Options
 log = logging.getLogger(__name__)
 
 CLOCK_REALTIME_COARSE = 5  # linux/time.h; Python has no name for it
-READ_AHEAD_KIB = 1024  # cold reads twice as fast as with the kernel's 128
+READ_AHEAD_KIB = 4096  # cold reads a third faster than with 1024, which was twice as fast as 128
 # After SIGTERM a busy mount is detached, and who still uses it gets so long (the shutdown of a
 # machine waits about 90 s before it kills).
 GRACE_S = 5.0

@@ -16,7 +16,7 @@ from typing import Any, Final
 from retainzfs.bench.figures import Sheet
 
 READY_S: Final = 60.0  # a mount that does not answer by then never will
-READ_AHEAD_KIB: Final = 1024  # as a mount of retainzfs sets it
+READ_AHEAD_KIB: Final = 4096  # as a mount of retainzfs sets it
 TICKS: Final = os.sysconf("SC_CLK_TCK")
 MIB: Final = 1 << 20
 
@@ -99,19 +99,13 @@ def command(*arguments: str | Path) -> list[str | Path]:
 
 
 @contextmanager
-def retainzfs(bench: Bench, name: str, size: int, *options: str) -> Iterator[Target]:
-    """A new filesystem in an image on the measured disk."""
-    image, mount = bench.work / f"{name}.img", bench.directory(name)
+def retainzfs(
+    bench: Bench, name: str, size: int, *options: str, backing: Path | None = None
+) -> Iterator[Target]:
+    """A new filesystem in an image on the measured disk, or in the directory `backing`."""
+    image, mount = (backing or bench.work) / f"{name}.img", bench.directory(name)
     call(*command("mkfs", image, "--size", str(size)))
     with served(mount, *command("mount", "--foreground", *options, image, mount)) as target:
-        yield target
-
-
-@contextmanager
-def in_memory(bench: Bench, name: str, size: int) -> Iterator[Target]:
-    """A new filesystem whose zones are in memory."""
-    mount = bench.directory(name)
-    with served(mount, *command("mount", "--foreground", f"mem:{size}", mount)) as target:
         yield target
 
 
