@@ -116,13 +116,23 @@ class Lanes(Planning):
         lane.zone, lane.epoch = zone.index, zone.epoch
 
     async def _advance(self, lane: Lane, need: int) -> None:
-        """Give the lane its next zone."""
+        """Give the lane its next zone, or none if it was planned anew while one was waited for."""
         hint = self.hint(lane)
         # Copies go where collection has planned them, or to a zone of their own.
         if not lane.steps and not lane.copies:
             self._plan(lane, hint, need)
-        while lane.steps:
-            step = lane.steps.popleft()
+        plan = lane.steps
+        zone = await self._next(lane, hint, need)
+        if lane.steps is plan and zone is not None:
+            self._take(lane, zone)
+        elif zone is not None and zone.active and zone.idle and not zone.write_pointer:
+            self.table.release(zone)  # nobody else would ever write or finish it
+
+    async def _next(self, lane: Lane, hint: Hint, need: int) -> Zone | None:
+        """Take the next steps of the lane's plan until one has a zone; None: plan anew."""
+        plan = lane.steps
+        while plan:
+            step = plan.popleft()
             lane.left = step.nbytes
             if step.zone is None:
                 break
@@ -130,24 +140,23 @@ class Lanes(Planning):
             mine = zone.kind is self.table.group(hint.kind)
             if zone.tail >= BLOCK and (mine if not lane.copies else zone.partial):
                 if not lane.copies or self._lets_in(zone, need // BLOCK):
-                    self._take(lane, zone)
-                    return
+                    return zone
             elif not lane.copies:
-                lane.steps.clear()  # to be planned anew
-                return
+                plan.clear()
+                return None
         else:
             lane.left = 0
-            self._take(lane, await self._last_resort(lane, hint))
-            return
+            return await self._last_resort(lane, hint)
         try:
             fresh = await self._fresh(hint.kind, step.finish)
         except errors.NoSpace:
-            lane.steps.clear()
+            if lane.steps is not plan:
+                return None
+            plan.clear()
             lane.left = 0
-            fresh = await self._last_resort(lane, hint)
-        else:
-            fresh.tag = step.tag
-        self._take(lane, fresh)
+            return await self._last_resort(lane, hint)
+        fresh.tag = step.tag
+        return fresh
 
     def _plan(self, lane: Lane, hint: Hint, need: int) -> None:
         """Plan what nobody has admitted, or what is more than was admitted."""

@@ -65,6 +65,8 @@ def _check_zones(volume: Volume) -> None:
             continue
         assert not zone.pins, f"zone {zone.index} is pinned and nobody reads"
         assert not zone.reserved, f"zone {zone.index} has promises and nothing is staged"
+        used = zone.write_pointer or not zone.active
+        assert used, f"zone {zone.index} takes a slot, and nothing was ever written to it"
         for generation in {g for z, g in live if z == zone.index} | zone.live.keys():
             told, held = zone.live.get(generation, 0), live[zone.index, generation]
             assert told == held, (

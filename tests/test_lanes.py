@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from retainzfs.layout import BLOCK, INLINE_SUMS_MAX, RUN_BLOCKS_MAX, stored
+from retainzfs.placement import Step
 from retainzfs.planning import fit
 from retainzfs.volume import ROOT
-from retainzfs.zone import Kind
+from retainzfs.zone import Kind, Zone
 from tests.helpers import DIRECTORY, formatted, mounted, put, small_device, zones_of
 
 
@@ -91,3 +92,37 @@ async def test_tails_are_filled_without_copies_when_no_zone_is_empty_and_no_slot
         assert tails > 200 << 10
         await put(volume, directory, b"step-2.pt", b"y" * (tails - (64 << 10)))
         assert (volume.reclaim.collections, volume.lanes.emergencies) == (0, 0)
+
+
+@pytest.mark.volume
+async def test_a_lane_that_is_planned_anew_leaves_no_zone_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A zone that was opened for the old plan would keep its slot, and nobody would write to it."""
+    device = await formatted(small_device())
+    async with mounted(device) as volume:
+        run = await volume.make(ROOT, b"run", DIRECTORY, 0, 0)
+        await volume.setxattr(run.ino, b"user.retainz.keep_last", b"1")
+        ino = await put(volume, run.ino, b"step-1.pt", b"x" * 300_000)
+        await volume.fsync(ino)
+        lanes, lane = volume.lanes, volume.lane(volume.inode(ino))
+        fresh = lanes._fresh
+
+        async def late(kind: Kind, finish: int | None = None) -> Zone:
+            monkeypatch.undo()
+            await trio.lowlevel.checkpoint()
+            size = 3 * volume.table.capacity
+            request = lanes.request(lane, lanes.hint(lane), size)
+            lanes.carry_out(lane, request, lanes.policy.plan(request, lanes.view(kind)))
+            return await fresh(kind, finish)
+
+        monkeypatch.setattr(lanes, "_fresh", late)
+        lane.steps.clear()
+        lane.steps.append(Step(None, volume.table.capacity))
+        lane.zone, lane.left = None, 0
+        place = await lanes.claim(lane, 8)
+        volume.table.cancel(place.zone, place.zone.reserved)
+        if not place.zone.live_bytes:
+            volume.table.release(place.zone)
+        unused = [z for z in volume.table.zones if z.active and not z.write_pointer]
+        assert unused == []
