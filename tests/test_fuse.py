@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from retainzfs.session import READ_AHEAD_KIB
 from tests.conftest import Live, as_user, run_python
 
 pytestmark = pytest.mark.fuse
@@ -386,4 +387,4 @@ def test_read_ahead_was_raised(live: Live) -> None:
     device = f"{os.major(status.st_dev)}:{os.minor(status.st_dev)}"
     if os.geteuid() != 0:
         pytest.skip("only root may set the read-ahead")
-    assert Path("/sys/class/bdi", device, "read_ahead_kb").read_text().strip() == "1024"
+    assert Path("/sys/class/bdi", device, "read_ahead_kb").read_text() == f"{READ_AHEAD_KIB}\n"

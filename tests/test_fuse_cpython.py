@@ -38,6 +38,7 @@ LEFT_OUT = (
     "test.test_io.*SignalsTest.*",
     "test.test_io.*TextIOWrapperTest.*",
     "test.test_os.SpawnTests.*",
+    "test.test_os.*.test_closerange",  # is skipped or not by what descriptors the process has
 )
 WORSE = {"ok": 0, "skipped": 1, "failure": 2, "error": 2}
 
