@@ -29,7 +29,7 @@ import pyfuse3
 import trio
 from pyfuse3 import EntryAttributes, FileInfo, FUSEError, RequestContext, SetattrFields
 
-from retainzfs import control, lifetimes
+from retainzfs import control, lifetimes, processes
 from retainzfs.errors import DeviceError, DeviceGone, RetainzError, Unreadable
 from retainzfs.volume import ROOT, FSError, Inode, Volume
 
@@ -45,9 +45,6 @@ TIMEOUT_S = 1.0
 GRACE_S = 0.1  # for a request that follows a lookup which was answered just before a reaping
 # Since 6.6 the kernel drops the pages of what is written past them; before, we have to ask for it.
 DROPS_PAGES = tuple(map(int, os.uname().release.split(".")[:2])) >= (6, 6)
-# include/linux/sched.h: a process is ending, was killed by a signal.
-PF_EXITING, PF_SIGNALED = 0x4, 0x400
-PROC_READ = 1 << 14  # bytes; more than a process's stat or status ever has
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -311,7 +308,7 @@ class Filesystem(pyfuse3.Operations):
         self._next_handle += 1
         changed = bool(flags & (os.O_TRUNC | os.O_CREAT))
         writes_generation = inode.generation and flags & os.O_ACCMODE
-        opener = _process(ctx.pid) if writes_generation else ctx.pid
+        opener = processes.of_thread(ctx.pid) if writes_generation else ctx.pid
         self._files[fh] = File(ino, cached, changed, opener=opener)
         return FileInfo(fh=fh, direct_io=not cached, keep_cache=keep)
 
@@ -334,7 +331,7 @@ class Filesystem(pyfuse3.Operations):
         if control.owns(fh):
             return
         file = self._files[fh]
-        died = functools.partial(_died, file.opener)
+        died = functools.partial(processes.ends_badly, file.opener)
         await self.volume.flush(file.ino, wrote=file.changed, died=died)
         await self._expire_pages(file)
 
@@ -466,36 +463,3 @@ def _without_privileges(inode: Inode) -> int | None:
 def _expire_inode(ino: int) -> None:
     with suppress(FileNotFoundError):  # the kernel has forgotten it
         pyfuse3.invalidate_inode(ino)
-
-
-def _process(thread: int) -> int:
-    """Return the process of a thread, which may end before the process does; 0 if hidden."""
-    status = _read(f"/proc/{thread}/status")
-    return int(status.partition(b"\nTgid:")[2].split(maxsplit=1)[0]) if status else 0
-
-
-def _died(pid: int) -> bool:
-    """Whether a process is ending by a signal or with an error: then nobody closes its files.
-
-    A process that is gone, or hidden, may have handed its file to another: that says nothing.
-    """
-    status = _read(f"/proc/{pid}/stat")
-    if not status:
-        return False
-    fields = status.rpartition(b")")[2].split()
-    flags, code = int(fields[6]), int(fields[49])  # proc(5): the ninth and the 52nd field
-    return bool(flags & PF_SIGNALED or (flags & PF_EXITING and code))
-
-
-def _read(path: str) -> bytes:
-    """Return a file of proc(5), b"" if it is not there. Each close of a file asks: no pathlib."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return b""
-    try:
-        return os.read(descriptor, PROC_READ)
-    except ProcessLookupError:
-        return b""
-    finally:
-        os.close(descriptor)

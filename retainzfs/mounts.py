@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -55,10 +55,10 @@ def ours() -> list[MountPoint]:
     return [mount for mount in all_mounts() if mount.fstype == FSTYPE]
 
 
-def mount_of(path: str) -> MountPoint | None:
-    """Return the mount of ours that a path is on."""
-    real = os.path.realpath(path)
-    inside = [m for m in ours() if (real + "/").startswith(m.directory.rstrip("/") + "/")]
+def mount_of(path: str, among: Iterable[MountPoint] | None = None) -> MountPoint | None:
+    """Return the mount that a path is on, by default one of ours."""
+    real, among = os.path.realpath(path), ours() if among is None else among
+    inside = [m for m in among if (real + "/").startswith(m.directory.rstrip("/") + "/")]
     return max(inside, key=lambda m: len(m.directory), default=None)
 
 

@@ -149,12 +149,13 @@ async def _serve_mount(fs: Filesystem, setup: Setup, ready: Callable[[], None]) 
 
 async def _report(fs: Filesystem, directory: str, ready: Callable[[], None]) -> None:
     await fs.started.wait()
-    _raise_read_ahead(directory)
+    raise_read_ahead(directory)
     log.info("%s: mounted %s", directory, fs.volume.device.name)
     ready()
 
 
-def _raise_read_ahead(directory: str) -> None:
+def raise_read_ahead(directory: str) -> None:
+    """Let the kernel read ahead further on a mount; only root may, and it is no matter else."""
     mount = mounts.find_mount(directory)
     try:
         if mount is not None:

@@ -5,7 +5,7 @@ overhead, of the inputs where a setting of zenfs counts; 0.00: of none). The
 exit code is 1 if one input breaks the promise (retainzfs/evaluation/robustness.py).
 
     scripts/robustness --loads 0.7,0.84 --seeds 8
-    scripts/robustness --family small --loads 0.7 random interleaved
+    scripts/robustness --family small --loads 0.7 --saves 80 random interleaved
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from dataclasses import replace
 from itertools import product
 from statistics import mean
 
@@ -23,8 +24,9 @@ from retainzfs.evaluation.robustness import Verdict, judge
 LOADS = "0.70,0.80,0.84,0.90,0.92"
 
 
-def verdict(name: str, load: float, seed: int) -> Verdict:
-    return judge(family(name).make(seed, load))
+def verdict(name: str, load: float, seed: int, saves: int) -> Verdict:
+    made = family(name)
+    return judge(replace(made, saves=saves or made.saves).make(seed, load))
 
 
 def main() -> int:
@@ -33,11 +35,12 @@ def main() -> int:
     parser.add_argument("--family", default="paper")
     parser.add_argument("--loads", default=LOADS)
     parser.add_argument("--seeds", type=int, default=8)
+    parser.add_argument("--saves", type=int, default=0, help="default: what the family has")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     arguments = parser.parse_args()
     names = [f"{arguments.family}+{n}" for n in arguments.disturbances or DISTURBANCES]
     loads = [float(load) for load in arguments.loads.split(",")]
-    inputs = list(product(names, loads, range(arguments.seeds)))
+    inputs = list(product(names, loads, range(arguments.seeds), [arguments.saves]))
     print(f"{'':<28}{'':>5}  {'overhead':>8}  {'WA':>6}   overhead / zenfs   WA / zenfs    broken")
     broken = 0
     with workers(arguments.jobs) as pool:

@@ -37,6 +37,7 @@ from capacity_run import GIB, STRIDE, Difference, Saver, Source
 from capacity_shards import Shard
 
 from retainzfs import journal, layout
+from retainzfs.bench.targets import memory
 from retainzfs.device import BLOCK, Geometry
 from retainzfs.device.pattern import Pattern, PatternDevice
 from retainzfs.journal import Journal, aligned, metadata_zones
@@ -132,14 +133,6 @@ class Result:
         return (filled.after - filled.before - self.per_zone * self.zones) / self.runs
 
 
-def memory(key: str) -> int:
-    """Return a figure of /proc/self/status, in bytes."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(key + ":"):
-            return int(line.split()[1]) << 10
-    raise KeyError(key)
-
-
 def forget_peak() -> None:
     """Let VmHWM begin anew."""
     Path("/proc/self/clear_refs").write_text("5")
@@ -193,7 +186,7 @@ class Month(Source):
             forget_peak()
             await self._work()
             result.month_s = time.process_time() - started
-            result.month_peak = memory("VmHWM")
+            result.month_peak = memory("self", "VmHWM")
             self._account(self.jobs[0].volume)
         with until_power_cut():
             async with self._mounted("after the month"):
@@ -215,11 +208,11 @@ class Month(Source):
             vars(job).pop("volume", None)  # it takes memory
         gc.collect()
         forget_peak()
-        took = self.result.mounts[name] = Mounting(before=memory("VmRSS"))
+        took = self.result.mounts[name] = Mounting(before=memory("self"))
         started = time.process_time()
         async with Volume.mounted(self.device, options()) as volume:
             took.seconds = time.process_time() - started
-            took.after, took.peak = memory("VmRSS"), memory("VmHWM")
+            took.after, took.peak = memory("self"), memory("self", "VmHWM")
             for job in self.jobs:
                 job.volume = volume
             yield volume

@@ -22,7 +22,7 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
     frozenset(layer.split())
     for layer in (
         "errors",
-        "_zio failpoints mounts",
+        "_zio failpoints mounts processes",
         "layout lifetimes",
         "asking",
         "hints",

@@ -117,7 +117,7 @@ def looked_at(zones: int) -> tuple[int, int]:
                 if step > 2:
                     await volume.unlink(top, b"step-%d.pt" % (step - 2))
                 await volume.syncfs()
-                await trio.sleep(60)
+                await trio.sleep(60)  # of simulated time, in which nobody writes
                 await volume.compaction.compact()
             assert volume.reclaim.resets, "zones came back"
             asked = device.asked

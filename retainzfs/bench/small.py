@@ -64,6 +64,8 @@ def bench_small(bench: Bench) -> None:
         goal = 0.6 if step.startswith("create") else None
         bench.sheet.ratio(f"{step}: of null pyfuse3", taken["null"], taken["retainzfs"], goal)
         bench.sheet.ratio(f"{step}: of {host}", taken[host], taken["retainzfs"])
+    for name, seconds in samples["create + 4 KiB + close"].items():
+        bench.sheet.add(f"create + 4 KiB + close: {name}", [FILES / each for each in seconds], "/s")
 
 
 def _each(directory: Path, act: Callable[[Path], object]) -> float:
@@ -194,7 +196,7 @@ def bench_mount(bench: Bench) -> None:
     size = max(bench.size, 1 << 30)
     image = bench.work / "mount.img"
     with targets.retainzfs(bench, "mount", size) as ours:
-        empty = ours.memory("VmRSS")
+        empty = targets.memory(ours.pid)
         for number in range(MOUNTED):
             directory = ours.path / f"part{chr(97 + number // 10_000)}"
             directory.mkdir(exist_ok=True)
@@ -207,7 +209,7 @@ def bench_mount(bench: Bench) -> None:
             mount, *targets.command("mount", "--foreground", image, mount)
         ) as target:
             seconds.append(time.perf_counter() - started)
-            sizes.append((target.memory("VmRSS") - empty) / MOUNTED)
+            sizes.append((targets.memory(target.pid) - empty) / MOUNTED)
             _check(target)
     bench.sheet.add(f"mount of {MOUNTED} files", seconds, "s", 5.0, floor=False)
     bench.sheet.add("memory of a file", sizes, "B", 1024.0, floor=False)

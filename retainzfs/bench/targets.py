@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from retainzfs import mounts, session
 from retainzfs.bench.figures import Sheet
 
 READY_S: Final = 60.0  # a mount that does not answer by then never will
-READ_AHEAD_KIB: Final = 4096  # as a mount of retainzfs sets it
 TICKS: Final = os.sysconf("SC_CLK_TCK")
 MIB: Final = 1 << 20
 
@@ -48,17 +48,18 @@ class Target:
         fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / TICKS
 
-    def memory(self, key: str) -> float:
-        """A line of /proc/PID/status, VmRSS or VmHWM, in bytes."""
-        for line in Path(f"/proc/{self.pid}/status").read_text().splitlines():
-            if line.startswith(f"{key}:"):
-                return 1024 * float(line.split()[1])
-        raise RuntimeError(f"no {key} of process {self.pid}")
-
     def stats(self) -> dict[str, Any]:
         """What `retainzfs status` tells, as far as the mount does."""
         told: dict[str, Any] = json.loads((self.path / ".retainz/stats.json").read_text())
         return told
+
+
+def memory(pid: int | str, key: str = "VmRSS") -> int:
+    """A line of /proc/PID/status, VmRSS or VmHWM, in bytes; `pid` may be "self"."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith(f"{key}:"):
+            return int(line.split()[1]) << 10
+    raise KeyError(key)
 
 
 def call(*command: str | Path) -> None:
@@ -81,16 +82,12 @@ def served(mount: Path, *command: str | Path) -> Iterator[Target]:
         yield Target(mount, daemon.pid)
     finally:
         if os.path.ismount(mount):
-            call("umount" if os.geteuid() == 0 else "fusermount3", *_quietly(), mount)
+            call("fusermount3", "-u", mount)
         try:
             daemon.wait(READY_S)
         except subprocess.TimeoutExpired:
             daemon.kill()
             raise
-
-
-def _quietly() -> list[str]:
-    return [] if os.geteuid() == 0 else ["-u"]
 
 
 def command(*arguments: str | Path) -> list[str | Path]:
@@ -116,19 +113,14 @@ def peer(bench: Bench, kind: str, name: str, *arguments: str | Path) -> Iterator
     with served(
         mount, sys.executable, "-m", "retainzfs.bench.peers", kind, mount, *arguments
     ) as at:
-        if os.geteuid() == 0:
-            device = os.stat(mount).st_dev
-            bdi = f"/sys/class/bdi/{os.major(device)}:{os.minor(device)}/read_ahead_kb"
-            Path(bdi).write_text(str(READ_AHEAD_KIB))
+        session.raise_read_ahead(str(mount))  # as a mount of retainzfs does
         yield at
 
 
 def host_type(path: Path) -> str:
     """The type of the filesystem that a directory is on."""
-    answer = subprocess.run(
-        ["stat", "-f", "-c", "%T", path], check=True, text=True, stdout=subprocess.PIPE
-    )
-    return answer.stdout.strip().replace("ext2/ext3", "ext4")  # all three have one number
+    mount = mounts.mount_of(str(path), mounts.all_mounts())
+    return "its filesystem" if mount is None else mount.fstype
 
 
 def drop_caches() -> None:

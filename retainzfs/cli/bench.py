@@ -13,11 +13,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from retainzfs.bench import frameworks, pressure, sequential, small
+from retainzfs.bench import frameworks, picture, pressure, sequential, small
 from retainzfs.bench.figures import Sheet
 from retainzfs.bench.targets import Bench
-from retainzfs.cli.output import size_argument
+from retainzfs.cli.output import check_parent, size_argument
 from retainzfs.errors import UsageError
+from retainzfs.evaluation import pictures
 from retainzfs.lifetimes import format_size
 
 if TYPE_CHECKING:
@@ -76,6 +77,10 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError(f"no measure {unknown[0]!r}; known: {', '.join(MEASURES)}")
     if arguments.repetitions < 1:
         raise UsageError("--repetitions: at least 1")
+    check_parent("--json", arguments.json)
+    check_parent("--png", arguments.png)
+    if arguments.png:
+        pictures.require()
     free = shutil.disk_usage(arguments.directory).free
     if free < ROOM * arguments.size:
         raise UsageError(
@@ -98,7 +103,5 @@ def run(arguments: argparse.Namespace) -> int:
         told = {"machine": machine, "figures": figures, "left_out": sheet.left_out}
         arguments.json.write_text(json.dumps(told, indent=2) + "\n")
     if arguments.png:
-        from retainzfs.bench import picture  # noqa: PLC0415  matplotlib is an extra
-
         picture.draw(sheet.figures, arguments.png)
     return int(bool(sheet.missed))

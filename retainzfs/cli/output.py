@@ -6,8 +6,10 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
+from retainzfs.errors import UsageError
 from retainzfs.lifetimes import format_size, parse_size
 
 if TYPE_CHECKING:
@@ -27,6 +29,12 @@ def size_argument(text: str) -> int:
         return parse_size(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def check_parent(option: str, path: Path | None) -> None:
+    """Say before the work that a file cannot be made after it. Raises UsageError."""
+    if path is not None and not path.parent.is_dir():
+        raise UsageError(f"{option} {path}: there is no directory {path.parent}")
 
 
 def rate_argument(text: str) -> int:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from retainzfs import placement
 from retainzfs.cli import replay_traces
-from retainzfs.cli.output import Progress, print_json, print_table, size_argument
+from retainzfs.cli.output import Progress, check_parent, print_json, print_table, size_argument
 from retainzfs.cli.replay_device import (
     check_without_device,
     device_options,
@@ -276,8 +276,7 @@ def check_outputs(given: argparse.Namespace) -> None:
     """Say before the run what would fail after it."""
     if given.jobs < 0:
         raise UsageError(f"--jobs {given.jobs}: give 1 or more")
-    if given.csv is not None and not given.csv.parent.is_dir():
-        raise UsageError(f"--csv {given.csv}: there is no directory {given.csv.parent}")
+    check_parent("--csv", given.csv)
     if given.pictures is not None:
         pictures.require()
     for name in ("table", "zenfs", "pictures"):

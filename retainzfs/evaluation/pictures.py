@@ -91,7 +91,7 @@ def draw_all(cells: Sequence[Cell], where: Path) -> list[Path]:
 def pressure(lines: Mapping[str, Sequence[Cell]], path: Path) -> None:
     """Overhead and write amplification of a policy's cells against their load; hollow where a seed
     ran out of space."""
-    figure = _figure(10.5, 4.6)
+    figure = blank(10.5, 4.6)
     axes = figure.subplots(1, 2)
     names = [name_of(line[0]) for line in lines.values()]
     for place, (name, line) in enumerate(lines.items()):
@@ -128,12 +128,12 @@ def pressure(lines: Mapping[str, Sequence[Cell]], path: Path) -> None:
         axis.grid(color=LIGHT)
     axes[0].plot([], [], "o", color="black", mfc="white", label="hollow: a seed ran out of space")
     _legend(figure, axes[0], columns=4)
-    _save(figure, path)
+    save(figure, path)
 
 
 def split(bars: Sequence[tuple[str, Cell]], path: Path) -> None:
     """Dead bytes and unused tails, a bar for every name."""
-    figure = _figure(8.5, 1.6 + 0.34 * len(bars))
+    figure = blank(8.5, 1.6 + 0.34 * len(bars))
     axis = figure.subplots()
     places = range(len(bars))
     invalid = [cell.mean("invalid_zones") for _, cell in bars]
@@ -157,12 +157,12 @@ def split(bars: Sequence[tuple[str, Cell]], path: Path) -> None:
     axis.set_axisbelow(True)
     _legend(figure, axis, columns=2)
     _starred(figure, [cell for _, cell in bars])
-    _save(figure, path)
+    save(figure, path)
 
 
 def p99(bars: Sequence[tuple[str, Cell]], path: Path) -> None:
     """The 99th percentile of a save: zones written and copied, and modelled time."""
-    figure = _figure(10, 1.6 + 0.34 * len(bars))
+    figure = blank(10, 1.6 + 0.34 * len(bars))
     axes = figure.subplots(1, 2, sharey=True)
     for axis, measure, label in (
         (axes[0], "p99_zones", "p99 of a save: zones written and copied"),
@@ -185,14 +185,14 @@ def p99(bars: Sequence[tuple[str, Cell]], path: Path) -> None:
     axes[0].set_yticks(range(len(bars)), [name + _mark(cell) for name, cell in bars])
     axes[0].invert_yaxis()
     _starred(figure, [cell for _, cell in bars])
-    _save(figure, path)
+    save(figure, path)
 
 
 def groups(
     found: Mapping[str, Mapping[str, Cell]], measure: str, labels: tuple[str, str], path: Path
 ) -> None:
     """Bars in groups, one in each for every policy. `labels`: of the axes."""
-    figure = _figure(max(8.5, 1.1 * len(found)), 4.4)
+    figure = blank(max(8.5, 1.1 * len(found)), 4.4)
     axis = figure.subplots()
     names = list(dict.fromkeys(name for cells in found.values() for name in cells))
     width = 0.8 / len(names)
@@ -220,12 +220,12 @@ def groups(
     axis.set_axisbelow(True)
     _legend(figure, axis, columns=4)
     _starred(figure, [cell for cells in found.values() for cell in cells.values()])
-    _save(figure, path)
+    save(figure, path)
 
 
 def costs(found: Mapping[str, Sequence[tuple[int, float]]], path: Path) -> None:
     """Milliseconds a commit against the zones of the device, both logarithmic."""
-    figure = _figure(7, 4.4)
+    figure = blank(7, 4.4)
     axis = figure.subplots()
     for (name, points), marker, line in zip(found.items(), "osD^v", _DASHES, strict=False):
         zones, ms = zip(*points, strict=True)
@@ -238,7 +238,7 @@ def costs(found: Mapping[str, Sequence[tuple[int, float]]], path: Path) -> None:
     axis.set_ylabel("allocation (ms a commit)")
     axis.grid(color=LIGHT)
     _legend(figure, axis, columns=2)
-    _save(figure, path)
+    save(figure, path)
 
 
 _DASHES: Final = ("-", "--", "-.", ":", "-")
@@ -263,7 +263,7 @@ def occupancy(cells: Sequence[Cell], path: Path) -> None:
     first, last = WINDOW if min(ends) >= WINDOW[1] else (0, max(2, int(max(ends))))
     shown = [(cell, kept, _moving(kept, first, last)) for cell, kept in strips]
     heights = [max(1, len(zones)) for _, _, zones in shown]
-    figure = _figure(10, 2.4 + 0.11 * sum(heights))
+    figure = blank(10, 2.4 + 0.11 * sum(heights))
     axes = figure.subplots(len(shown), 1, sharex=True, squeeze=False, height_ratios=heights)
     scale = _scale()
     for axis, (cell, kept, zones) in zip(axes[:, 0], shown, strict=True):
@@ -282,7 +282,7 @@ def occupancy(cells: Sequence[Cell], path: Path) -> None:
         axis.set_title(f"{said}, seed {min(cell.results)}", fontsize=10, loc="left")
     axes[-1, 0].set_xlabel("epoch")
     _key(figure, axes, (first, last))
-    _save(figure, path)
+    save(figure, path)
 
 
 def _moving(kept: Strip, first: int, last: int) -> list[int]:
@@ -369,7 +369,8 @@ def _key(figure: Any, axes: Any, span: tuple[int, int]) -> None:
 # Shared
 
 
-def _figure(width: float, height: float) -> Any:
+def blank(width: float, height: float) -> Any:
+    """An empty figure of so many inches."""
     from matplotlib.figure import Figure  # noqa: PLC0415  an extra, and slow to import
 
     return Figure(figsize=(width, height), layout="constrained")
@@ -398,6 +399,6 @@ def _legend(figure: Any, axis: Any, columns: int) -> None:
     figure.legend(handles, names, loc="outside upper center", ncols=columns, frameon=False)
 
 
-def _save(figure: Any, path: Path) -> None:
+def save(figure: Any, path: Path) -> None:
     # Without the version of the library the same data give the same bytes for longer.
     figure.savefig(path, dpi=DPI, metadata={"Software": None})
